@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: the same words, sooner."""

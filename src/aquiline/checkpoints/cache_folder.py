@@ -1,0 +1,92 @@
+"""Folders of the on-disk cache: built once, atomically, by one process at a time."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+STAMP_NAME = "source.json"
+
+
+def cache_root() -> Path:
+    """Return the folder that holds everything made on this machine.
+
+    Returns:
+        ``$AQUILINE_CACHE`` if it is set and not empty, else ``~/.cache/aquiline``; it need not
+        exist yet.
+    """
+    configured = os.environ.get("AQUILINE_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "aquiline"
+
+
+def build_once(folder: Path, stamp: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
+    """Return ``folder``, filled by ``build`` unless it already holds what ``stamp`` describes.
+
+    ``build`` writes into a hidden folder beside the final one, which is renamed into place when
+    all is written. An interrupted build therefore leaves nothing under the final name, and the
+    next build clears away what it left under the hidden one. A second process waits on a file
+    lock and then finds the folder made.
+
+    Args:
+        folder: Final place.
+        stamp: JSON-able facts that the contents depend on (source hash, layout version). A
+            folder with another stamp, or whose files changed in size, is built anew.
+        build: Fills the empty folder that it is given.
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        OSError: The cache cannot be written (no space, no permission).
+    """
+    if is_complete(folder, stamp):
+        return folder
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(_hidden(folder, "lock"))):
+        if is_complete(folder, stamp):
+            return folder
+        partial = _hidden(folder, "partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            build(partial)
+            _write_stamp(partial, stamp)
+            _move_into_place(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def is_complete(folder: Path, stamp: Mapping[str, Any]) -> bool:
+    """Tell whether ``folder`` was built from ``stamp`` and its files still have their sizes."""
+    try:
+        written = json.loads((folder / STAMP_NAME).read_text(encoding="utf-8"))
+        sizes = written.pop("files")
+        intact = all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return intact and written == dict(stamp)
+
+
+def _hidden(folder: Path, suffix: str) -> Path:
+    return folder.parent / f".{folder.name}.{suffix}"
+
+
+def _write_stamp(folder: Path, stamp: Mapping[str, Any]) -> None:
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    text = json.dumps({**stamp, "files": sizes}, indent=2) + "\n"
+    (folder / STAMP_NAME).write_text(text, encoding="utf-8")
+
+
+def _move_into_place(partial: Path, folder: Path) -> None:
+    # A folder cannot be renamed over one that has files, so an outdated one steps aside first.
+    outdated = _hidden(folder, "outdated")
+    shutil.rmtree(outdated, ignore_errors=True)
+    if folder.exists():
+        folder.rename(outdated)
+    partial.rename(folder)
+    shutil.rmtree(outdated, ignore_errors=True)
