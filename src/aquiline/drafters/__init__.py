@@ -1,0 +1,1 @@
+"""Drafters: everything that fills a draft tree."""

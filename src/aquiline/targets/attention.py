@@ -1,0 +1,150 @@
+"""Masks and grouped attention over a cache, shared by targets and draft heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.cache import KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the T tokens of one forward go in the cache.
+
+    Attributes:
+        rows: the B row slots; a slice where they are contiguous, so that reads are views.
+        starts: committed length of each row.
+        width: T.
+        span: slots that the attention reads, max(starts) + T.
+    """
+
+    rows: slice | Tensor
+    starts: tuple[int, ...]
+    width: int
+    span: int
+
+
+def place(cache: KVCache, rows: Sequence[int], width: int) -> Placement:
+    """Reserves room for `width` more tokens in `rows` and says where they go.
+
+    Mutates: the capacity of `cache` where it is too small.
+    """
+    lengths = cache.lengths.tolist()
+    starts = tuple(lengths[row] for row in rows)
+    span = max(starts) + width
+    cache.reserve(span)
+    first = rows[0]
+    contiguous = all(row == first + i for i, row in enumerate(rows))
+    selector = (
+        slice(first, first + len(rows))
+        if contiguous
+        else torch.tensor(rows, device=cache.key_block.device)
+    )
+    return Placement(selector, starts, width, span)
+
+
+def write(cache: KVCache, layer: int, placement: Placement, keys: Tensor, values: Tensor) -> None:
+    """Writes (B, kv_heads, T, dim) keys and values behind the committed positions."""
+    starts, width = placement.starts, placement.width
+    for block, new in ((cache.keys(layer), keys), (cache.values(layer), values)):
+        if isinstance(placement.rows, slice) and all(s == starts[0] for s in starts):
+            block[placement.rows, :, starts[0] : starts[0] + width] = new
+            continue
+        rows = _row_list(placement)
+        for i, start in enumerate(starts):
+            block[rows[i], :, start : start + width] = new[i]
+
+
+def _row_list(placement: Placement) -> list[int]:
+    if isinstance(placement.rows, slice):
+        return list(range(placement.rows.start, placement.rows.stop))
+    return [int(row) for row in placement.rows]
+
+
+def read(cache: KVCache, layer: int, placement: Placement) -> tuple[Tensor, Tensor]:
+    """Returns keys and values (B, kv_heads, span, dim); views where the rows are contiguous."""
+    keys, values = cache.keys(layer), cache.values(layer)
+    if isinstance(placement.rows, slice):
+        return keys[placement.rows, :, : placement.span], values[
+            placement.rows, :, : placement.span
+        ]
+    return (
+        keys.index_select(0, placement.rows)[:, :, : placement.span],
+        values.index_select(0, placement.rows)[:, :, : placement.span],
+    )
+
+
+def attention_mask(
+    placement: Placement,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Builds the additive mask (B, T, span), or None where everything is visible.
+
+    Args:
+        placement: where the tokens are.
+        positions: (B, T) int64.
+        ancestors: (B, T, T) bool among the new tokens, None for causal.
+        window: a query at position p sees keys at positions > p - window; None for all.
+        dtype: float dtype of the result.
+    """
+    starts, width, span = placement.starts, placement.width, placement.span
+    same = all(start == starts[0] for start in starts)
+    if width == 1 and same and (window is None or span <= window):
+        return None
+    device = positions.device
+    if ancestors is None:
+        ancestors = (
+            torch.ones(width, width, dtype=torch.bool, device=device)
+            .tril()
+            .expand(len(starts), -1, -1)
+        )
+    begin = torch.tensor(starts, device=device)[:, None]
+    slots = torch.arange(span, device=device)[None, :]
+    relative = slots - begin  # (B, span), index among the new tokens
+    inside = (relative >= 0) & (relative < width)
+    index = relative.clamp(0, width - 1)
+    among_new = ancestors.gather(2, index[:, None, :].expand(-1, width, -1))
+    visible = (relative < 0)[:, None, :] | (among_new & inside[:, None, :])
+    if window is not None:
+        # A committed slot is its own position; a tree node's position is its depth, not its slot.
+        key_positions = torch.where(inside, positions.gather(1, index), slots)
+        visible &= positions[:, :, None] - key_positions[:, None, :] < window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Grouped-query attention with the softmax in at least float32.
+
+    Args:
+        queries: (B, heads, T, dim).
+        keys: (B, kv_heads, S, dim).
+        values: (B, kv_heads, S, value_dim).
+        mask: (B, T, S) additive, or None.
+        scale: factor on the scores.
+
+    Returns:
+        (B, T, heads * value_dim) in the dtype of `queries`.
+    """
+    batch, heads, width, dim = queries.shape
+    kv_heads = keys.shape[1]
+    # Query heads of a group share their keys: fold the group into the row axis instead of copying keys.
+    grouped = queries.reshape(batch, kv_heads, heads // kv_heads * width, dim)
+    scores = torch.matmul(grouped, keys.transpose(2, 3)) * scale
+    accurate = torch.promote_types(scores.dtype, torch.float32)
+    scores = scores.to(accurate).view(batch, kv_heads, heads // kv_heads, width, -1)
+    if mask is not None:
+        scores = scores + mask[:, None, None]
+    weights = torch.softmax(scores, dim=-1).to(queries.dtype)
+    mixed = torch.matmul(weights.view(batch, kv_heads, -1, weights.shape[-1]), values)
+    mixed = mixed.view(batch, heads, width, -1).transpose(1, 2)
+    return mixed.reshape(batch, width, -1)

@@ -1,0 +1,259 @@
+"""Our own Llama-family decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM2/3.
+
+The reference path: readable, any dtype, any device. `aquiline.targets.packed` is its fast
+CPU copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aquiline.cache import KVCache, new_cache
+from aquiline.targets.attention import attend, attention_mask, place, read, write
+from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm
+from aquiline.targets.rope import RotaryTable, max_positions, rope_from_hf
+from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""`model_type`s of Hugging Face configurations that this decoder computes exactly."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A whole decoder.
+
+    Attributes:
+        layer: sizes shared by all layers.
+        vocab_size: V.
+        num_layers: n.
+        max_positions: context length.
+        windows: per layer, the sliding window or None.
+        rotary: per layer, whether it has rotary positions (SmolLM3 leaves some without).
+        tied: the LM head shares the embedding's weight.
+    """
+
+    layer: LayerConfig
+    vocab_size: int
+    num_layers: int
+    max_positions: int
+    windows: tuple[int | None, ...]
+    rotary: tuple[bool, ...]
+    tied: bool
+
+
+def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
+    """Reads a Hugging Face config.json.
+
+    Raises:
+        ValueError: for a model_type outside `FAMILIES` or an unsupported setting.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"model_type {family!r} is not computed by this decoder; allowed: {', '.join(FAMILIES)}"
+        )
+    layers, heads, hidden = (
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        config["hidden_size"],
+    )
+    head_dim = config.get("head_dim") or hidden // heads
+    bias = bool(config.get("attention_bias", False))
+    rope = rope_from_hf(config, head_dim)
+    layer = LayerConfig(
+        hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        qkv_bias=True if family == "qwen2" else bias,
+        o_bias=bias and family != "qwen2",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        activation=config.get("hidden_act", "silu"),
+    )
+    return DecoderConfig(
+        layer=layer,
+        vocab_size=config["vocab_size"],
+        num_layers=layers,
+        max_positions=max_positions(rope, config.get("max_position_embeddings", 2048)),
+        windows=_windows(config, layers),
+        rotary=_rotary(config, layers),
+        tied=bool(config.get("tie_word_embeddings", family == "smollm3")),
+    )
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    family = config["model_type"]
+    if (
+        window is None
+        or family == "llama"
+        or (family != "mistral" and not config.get("use_sliding_window", False))
+    ):
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = 0 if family == "mistral" else config.get("max_window_layers", layers)
+        return tuple(window if i >= first else None for i in range(layers))
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rotary(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if config["model_type"] != "smollm3":
+        return (True,) * layers
+    flags = config.get("no_rope_layers")  # 1 means the layer *has* rotary positions
+    if flags is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        return tuple((i + 1) % interval != 0 for i in range(layers))
+    return tuple(bool(flag) for flag in flags)
+
+
+class Decoder(nn.Module):
+    """A Llama-family decoder with an explicit cache; implements `Target`.
+
+    Parameter names are those of Hugging Face checkpoints without the leading ``model.``.
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.layer.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, config.layer.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.shape = TargetShape(config.vocab_size, hidden, config.num_layers, config.max_positions)
+        self._rotary_table: RotaryTable | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the weights."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embed_tokens.weight.device
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """See `Target.new_cache`."""
+        layer = self.config.layer
+        return new_cache(
+            layers=self.config.num_layers,
+            rows=rows,
+            kv_heads=layer.num_kv_heads,
+            key_dim=layer.head_dim,
+            capacity=capacity,
+            max_capacity=self.config.max_positions,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def rotary(self, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of `positions` (all below `limit`), each (*positions.shape, dim)."""
+        table = self._rotary_table
+        if table is None or (table.dtype, table.device) != (self.dtype, self.device):
+            table = self._rotary_table = RotaryTable(
+                self.config.layer.rope, self.dtype, self.device
+            )
+        return table.at(positions, limit)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        features: Sequence[Feature] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        """See `Target.forward`."""
+        check_features(features, self.config.num_layers)
+        placement = place(cache, rows, tokens.shape[1])
+        cos, sin = self.rotary(positions, placement.span)
+        masks = {
+            window: attention_mask(placement, positions, ancestors, window, self.dtype)
+            for window in set(self.config.windows)
+        }
+        hidden = self.embed_tokens(tokens)
+        taken: dict[Feature, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in features:
+                taken[i] = hidden
+            rotated = self.config.rotary[i]
+            q, k, v = layer.self_attn.qkv(
+                layer.input_layernorm(hidden), cos if rotated else None, sin if rotated else None
+            )
+            write(cache, i, placement, k, v)
+            keys, values = read(cache, i, placement)
+            mixed = attend(q, keys, values, masks[self.config.windows[i]], layer.self_attn.scale)
+            hidden = layer.finish(hidden, mixed)
+        taken[self.config.num_layers] = hidden
+        taken["final"] = final = self.norm(hidden)
+        picked = torch.cat([taken[f] for f in features], dim=-1) if features else None
+        return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Target.embed`."""
+        result: Tensor = self.embed_tokens(tokens)
+        return result
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """See `Target.project`."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def gather_positions(hidden: Tensor, at: Tensor | None) -> Tensor:
+    """Picks (B, K, H) rows `at` (B, K) out of hidden (B, T, H); all of them for None."""
+    if at is None:
+        return hidden
+    return hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+
+def load_state(model: Decoder, tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Copies a Hugging Face state dict into `model`, judging every key.
+
+    Args:
+        model: receives the weights (cast to its dtype).
+        tensors: name → tensor; names with or without the leading ``model.``.
+        origin: what to name in an error.
+
+    Raises:
+        ValueError: naming missing, unexpected or misshapen tensors.
+    """
+    given = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    given = {name: t for name, t in given.items() if not name.endswith("rotary_emb.inv_freq")}
+    expected = model.state_dict()
+    if model.config.tied:
+        expected.pop("lm_head.weight")
+        given.pop("lm_head.weight", None)
+    missing, unexpected = (
+        sorted(expected.keys() - given.keys()),
+        sorted(given.keys() - expected.keys()),
+    )
+    if missing or unexpected:
+        raise ValueError(
+            f"{origin}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}"
+        )
+    for name, parameter in expected.items():
+        if parameter.shape != given[name].shape:
+            raise ValueError(
+                f"{origin}: {name} has shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}"
+            )
+        with torch.no_grad():
+            parameter.copy_(given[name])

@@ -1,0 +1,173 @@
+"""The decoder layer of the Llama family, from which targets and draft heads are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aquiline.targets.rope import RopeConfig, rotate
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Sizes and switches of one decoder layer.
+
+    Attributes:
+        hidden_size: H, width of the residual stream.
+        intermediate_size: I, width of the gated MLP.
+        num_heads: query heads.
+        num_kv_heads: key/value heads; divides `num_heads`.
+        head_dim: width of a head (not always H / heads).
+        rms_norm_eps: epsilon of every norm.
+        rope: rotary settings.
+        qkv_bias: biases on the q, k, v projections.
+        o_bias: bias on the output projection.
+        mlp_bias: biases in the MLP.
+        qk_norm: RMSNorm over each head of q and k (Qwen3).
+        activation: "silu" or "gelu_pytorch_tanh".
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads {self.num_kv_heads} must divide num_attention_heads {self.num_heads}"
+            )
+        if self.activation not in ("silu", "gelu_pytorch_tanh"):
+            raise ValueError(
+                f"hidden_act {self.activation!r} is not supported; allowed: silu, gelu_pytorch_tanh"
+            )
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, reduced in at least float32 (differs: HF casts float64 down)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last axis of x (…, size); keeps its dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention; the attention itself is a free function.
+
+    Args:
+        config: sizes.
+        input_size: width of what q, k and v read: H, or 2H in an EAGLE-3 head.
+    """
+
+    def __init__(self, config: LayerConfig, input_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        self.scale = config.head_dim**-0.5
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.has_qk_norm = config.qk_norm
+
+    def qkv(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projects and rotates.
+
+        Args:
+            x: (B, T, input_size).
+            cos: (B, T, dim) or None for a layer without rotary positions.
+            sin: as `cos`.
+
+        Returns:
+            q (B, heads, T, head_dim), k and v (B, kv_heads, T, head_dim).
+        """
+        batch, width, _ = x.shape
+        q = self.q_proj(x).view(batch, width, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(batch, width, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(batch, width, self.num_kv_heads, self.head_dim)
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if cos is not None and sin is not None:
+            cos, sin = cos[:, None], sin[:, None]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.tanh_gelu = config.activation == "gelu_pytorch_tanh"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, H) → (…, H)."""
+        gate = self.gate_proj(x)
+        gate = (
+            nn.functional.gelu(gate, approximate="tanh")
+            if self.tanh_gelu
+            else nn.functional.silu(gate)
+        )
+        result: Tensor = self.down_proj(gate * self.up_proj(x))
+        return result
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals.
+
+    Args:
+        config: sizes.
+        input_norm: False leaves `input_layernorm` out (first layer of an EAGLE-1 head).
+    """
+
+    def __init__(self, config: LayerConfig, *, input_norm: bool = True) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, config.hidden_size)
+        self.mlp = GatedMLP(config)
+        if input_norm:
+            self.input_layernorm: nn.Module = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        else:
+            self.input_layernorm = nn.Identity()
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Everything after the attention: output projection, MLP and both residuals.
+
+        Args:
+            residual: (B, T, H) stream entering the layer.
+            mixed: (B, T, heads * head_dim) result of the attention.
+        """
+        hidden = residual + self.self_attn.o_proj(mixed)
+        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return result

@@ -1,0 +1,171 @@
+"""Rotary position embeddings: default, linear, llama3 and yarn scaling.
+
+Frequencies depend on the configuration alone, never on the length of the present input, so
+that a token's keys are the same whatever is cached around it. Scalings for which that is
+untrue (dynamic NTK) are kept within their original length, where they are the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KNOWN = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """What the rotary embedding of one model needs.
+
+    Attributes:
+        theta: base of the frequencies.
+        dim: rotated width, the head dimension (times the partial factor).
+        kind: one of default, linear, dynamic, llama3, yarn.
+        scaling: the remaining parameters of the configuration, as read.
+        original_max_positions: length that the model was trained on before scaling.
+    """
+
+    theta: float
+    dim: int
+    kind: str = "default"
+    scaling: Mapping[str, Any] | None = None
+    original_max_positions: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KNOWN:
+            raise ValueError(
+                f"rope scaling {self.kind!r} is not supported; allowed: {', '.join(_KNOWN)}"
+            )
+
+
+def rope_from_hf(
+    config: Mapping[str, Any], head_dim: int, *, default_theta: float = 10000.0
+) -> RopeConfig:
+    """Reads the rotary settings of a Hugging Face configuration, old or new style.
+
+    Args:
+        config: config.json as a mapping; `rope_parameters` (transformers 5) wins over
+            `rope_theta` and `rope_scaling`.
+        head_dim: head dimension.
+        default_theta: base where the configuration names none (10000 by convention).
+
+    Raises:
+        ValueError: for a scaling whose frequencies depend on the input's length.
+    """
+    parameters = dict(config.get("rope_scaling") or {})
+    parameters.update(config.get("rope_parameters") or {})
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "longrope":
+        raise ValueError(
+            "rope scaling 'longrope' switches frequencies with the input's length; use the HF adapter"
+        )
+    theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    original = parameters.get("original_max_position_embeddings") or config.get(
+        "max_position_embeddings", 0
+    )
+    return RopeConfig(float(theta), int(head_dim * partial), kind, parameters, int(original))
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
+    """Returns ((dim / 2,) float32 inverse frequencies, factor on cos and sin)."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
+    plain = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling or {}
+    if rope.kind == "linear":
+        return plain / float(scaling["factor"]), 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain, scaling, rope.original_max_positions), 1.0
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, scaling)
+    return plain, 1.0
+
+
+def _llama3(plain: Tensor, scaling: Mapping[str, Any], original: int) -> Tensor:
+    factor = float(scaling["factor"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    wavelength = 2 * math.pi / plain
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    result = torch.where(wavelength > original / low, plain / factor, plain)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(between, blended, result)
+
+
+def _yarn(plain: Tensor, rope: RopeConfig, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    factor = float(scaling["factor"])
+
+    def magnitude(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        weight, weight_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if weight and weight_all:
+            attention = magnitude(factor, weight) / magnitude(factor, weight_all)
+        else:
+            attention = magnitude(factor)
+
+    def boundary(rotations: float) -> float:
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return rope.dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low = boundary(float(scaling.get("beta_fast") or 32))
+    high = boundary(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2).float() - low) / max(high - low, 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    return plain / factor * (1 - keep) + plain * keep, float(attention)
+
+
+def max_positions(rope: RopeConfig, declared: int) -> int:
+    """Positions that can be used: dynamic NTK only up to its original length."""
+    return min(declared, rope.original_max_positions) if rope.kind == "dynamic" else declared
+
+
+class RotaryTable:
+    """Cosines and sines by position, grown on demand.
+
+    A table and not a formula per step: on a CPU the five small operations of the formula cost
+    more than the look-up.
+    """
+
+    def __init__(
+        self, rope: RopeConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self._frequencies, self._factor = inverse_frequencies(rope)
+        self.dtype, self.device = dtype, torch.device(device)
+        self._cos = self._sin = torch.empty(0, rope.dim, dtype=dtype, device=device)
+
+    def _grow(self, size: int) -> None:
+        angles = torch.arange(size).float()[:, None] * self._frequencies[None, :]
+        angles = torch.cat((angles, angles), dim=-1)
+        self._cos = (angles.cos() * self._factor).to(self.dtype).to(self.device)
+        self._sin = (angles.sin() * self._factor).to(self.dtype).to(self.device)
+
+    def at(self, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin, each (*positions.shape, dim).
+
+        Args:
+            positions: int64 positions.
+            limit: an upper bound (exclusive) on them, known to the caller without a sync.
+        """
+        if limit > self._cos.shape[0]:
+            self._grow(max(1024, 1 << (limit - 1).bit_length()))
+        return self._cos[positions], self._sin[positions]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies the rotation to the first `dim` channels of x (…, head_dim); cos, sin (…, dim)."""
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,115 @@
+"""What the decoding loop asks of a target model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aquiline.cache import KVCache
+
+Feature = int | str
+"""Name of a target feature: boundary k of the residual stream (0 … n), or "final"."""
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Sizes of a target that heads and caches must fit.
+
+    Attributes:
+        vocab_size: V, rows of the LM head.
+        hidden_size: H, width of the residual stream.
+        num_layers: n, decoder layers.
+        max_positions: context length in tokens.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+
+
+@dataclass(frozen=True, eq=False)
+class TargetOutput:
+    """What one forward returns.
+
+    Attributes:
+        logits: (B, K, V) float32 at the asked positions (all T where none were asked).
+        features: (B, T, F) the asked features concatenated in the asked order, or None.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Target(Protocol):
+    """A causal language model with an explicit cache."""
+
+    shape: TargetShape
+    dtype: torch.dtype
+    device: torch.device
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """Allocates an empty cache for `rows` rows of `capacity` positions."""
+        ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        features: Sequence[Feature] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        """Runs T tokens of B rows after what the cache holds.
+
+        Writes K/V into slots ``lengths[b] … lengths[b] + T - 1`` and does not advance the
+        lengths: repeating the call is idempotent, and `aquiline.cache.commit` decides what stays.
+
+        Args:
+            tokens: (B, T) int64.
+            positions: (B, T) int64 positions in the sequence (tree: length + depth).
+            ancestors: (B, T, T) bool, who attends to whom among the T tokens, or None for
+                causal order. Committed positions are visible to all (within the window).
+            cache: the cache; `rows[b]` is the slot of batch row b.
+            rows: B distinct row slots.
+            features: which features to return.
+            logits_at: (B, K) int64 indices into T; None means all, K = 0 none.
+        """
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the input embeddings, (*tokens.shape, H)."""
+        ...
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Applies the LM head (with its scale and soft-cap) to "final" features: (…, H) → (…, V) float32."""
+        ...
+
+
+def check_features(features: Sequence[Feature], num_layers: int) -> None:
+    """Raises ValueError unless every feature names a boundary 0 … n or "final"."""
+    for feature in features:
+        if feature == "final" or (isinstance(feature, int) and 0 <= feature <= num_layers):
+            continue
+        raise ValueError(
+            f'unknown target feature {feature!r}; allowed: 0 … {num_layers} or "final"'
+        )
+
+
+def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's default features: the residual stream entering layers 2, n//2, n-3.
+
+    Raises:
+        ValueError: for fewer than 7 layers, where the three would coincide or reorder.
+    """
+    if num_layers < 7:
+        raise ValueError(
+            f"the default EAGLE-3 features need at least 7 layers, this target has {num_layers}; name three"
+        )
+    return 2, num_layers // 2, num_layers - 3

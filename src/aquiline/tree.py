@@ -1,0 +1,138 @@
+"""Draft trees: tokens and parents; everything else about a tree is derived here.
+
+A tree of N nodes is two integer arrays. Node 0 is the root: the last token that was
+emitted, which the target has not seen yet. ``parents[i] < i``, so one left-to-right pass
+visits every parent before its children::
+
+    tokens   7 3 5 9        7 ── 3 ── 9
+    parents -1 0 0 1          └─ 5
+    depths   0 1 1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """A batch of B draft trees, padded to N nodes.
+
+    Attributes:
+        tokens: (B, N) int64, target vocabulary ids; node 0 is the root.
+        parents: (B, N) int64; ``parents[:, 0] == -1`` and ``parents[:, i] < i``. Padding
+            nodes have parent -1 as well.
+        num_nodes: (B,) int64, nodes of each row including the root, 1 … N.
+        log_probs: (B, N) float32 joint draft log-probability of each node given the root,
+            or None where the drafter has none (prompt lookup).
+        draft_probs: (B, N, V) float32, only for *sampled* drafts: row i is the distribution
+            that the children of node i were drawn from, without replacement.
+        num_candidates: (B,) int64 or None; nodes from this index on are forwarded but never
+            accepted (Lookahead's window).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    num_nodes: Tensor
+    log_probs: Tensor | None = None
+    draft_probs: Tensor | None = None
+    num_candidates: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """N, the padded number of nodes including the root."""
+        return self.tokens.shape[1]
+
+
+def root_only(root: Tensor) -> DraftTree:
+    """Returns the tree of plain decoding: the root alone.
+
+    Args:
+        root: (B,) int64 last emitted tokens.
+    """
+    batch = root.shape[0]
+    return DraftTree(
+        tokens=root[:, None],
+        parents=torch.full((batch, 1), -1, dtype=torch.int64, device=root.device),
+        num_nodes=torch.ones(batch, dtype=torch.int64, device=root.device),
+    )
+
+
+def from_lists(
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu"
+) -> DraftTree:
+    """Packs per-row ``(tokens, parents)`` lists into one padded tree.
+
+    Args:
+        rows: B pairs; each starts with the root (parent -1).
+        device: where the tensors are made.
+    """
+    width = max(len(tokens) for tokens, _ in rows)
+    tokens = [list(t) + [0] * (width - len(t)) for t, _ in rows]
+    parents = [list(p) + [-1] * (width - len(p)) for _, p in rows]
+    return DraftTree(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        parents=torch.tensor(parents, dtype=torch.int64, device=device),
+        num_nodes=torch.tensor([len(t) for t, _ in rows], dtype=torch.int64, device=device),
+    )
+
+
+def is_chain(tree: DraftTree) -> bool:
+    """True if every row is one unpadded chain, so that plain causal attention fits it."""
+    expected = torch.arange(-1, tree.size - 1, device=tree.parents.device)
+    return bool((tree.parents == expected).all())
+
+
+def depths(parents: Tensor) -> Tensor:
+    """Returns (B, N) int64 levels below the root; the root and padding have 0.
+
+    Args:
+        parents: (B, N) int64 with ``parents[:, i] < i``, -1 for the root and padding.
+    """
+    result = torch.zeros_like(parents)
+    for node in range(1, parents.shape[1]):
+        parent = parents[:, node]
+        above = result.gather(1, parent.clamp(min=0)[:, None])[:, 0] + 1
+        result[:, node] = torch.where(parent < 0, torch.zeros_like(above), above)
+    return result
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Returns (B, N, N) bool; ``[b, i, j]`` says that node i may attend to node j.
+
+    True on the diagonal and for every node on the path from the root to i. Padding nodes
+    (parent -1, not node 0) attend to themselves alone.
+    """
+    batch, size = parents.shape
+    result = torch.eye(size, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    rows = torch.arange(batch, device=parents.device)
+    for node in range(1, size):
+        parent = parents[:, node]
+        inherited = result[rows, parent.clamp(min=0)] & (parent >= 0)[:, None]
+        result[:, node] |= inherited
+    return result
+
+
+def validate(tree: DraftTree) -> None:
+    """Raises AssertionError if an invariant of `DraftTree` does not hold (a drafter's bug)."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    for row, count in enumerate(tree.num_nodes.tolist()):
+        assert 1 <= count <= tree.size, f"row {row}: num_nodes {count} outside 1 … {tree.size}"
+        assert parents[row][0] == -1, f"row {row}: the root must have parent -1"
+        seen: set[tuple[int, int]] = set()
+        limit = count if tree.num_candidates is None else int(tree.num_candidates[row])
+        for node in range(1, count):
+            parent = parents[row][node]
+            assert 0 <= parent < node, (
+                f"row {row} node {node}: parent {parent} not in 0 … {node - 1}"
+            )
+            if node < limit:
+                edge = (parent, tokens[row][node])
+                assert edge not in seen, (
+                    f"row {row}: node {parent} has two children with token {edge[1]}"
+                )
+                seen.add(edge)
