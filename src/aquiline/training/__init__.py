@@ -1,0 +1,1 @@
+"""From conversations to a trained draft head: data, features, losses, the training loop."""

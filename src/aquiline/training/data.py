@@ -1,0 +1,453 @@
+"""`prepare`: conversations to a training set, with the target's own template and tokenizer.
+
+Records stream through: read, render with the chat template, find the assistant's characters,
+tokenise in batches, carry the characters over to tokens, split, write. Memory holds one batch.
+The output folder appears whole or not at all. `aquiline.training.dataset` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from aquiline.training.conversations import Conversation, Message, Refusal, read_conversations
+from aquiline.training.dataset import (
+    FORMAT,
+    SplitCounts,
+    SplitWriter,
+    TokenisedConversation,
+    TrainingSet,
+    open_training_set,
+)
+from aquiline.training.masks import ChatRenderer, NotFound, Rendered
+
+__all__ = [
+    "PrepareReport",
+    "TrainingSet",
+    "conversation_id",
+    "in_validation",
+    "load_tokenizer",
+    "open_training_set",
+    "prepare",
+    "tokenizer_hash",
+]
+
+NOT_VERBATIM = "assistant turn not found verbatim"
+TOO_LONG = "longer than max_length"
+NOTHING_LEFT = "no assistant token within max_length"
+TRUNCATED = "truncated to max_length"
+
+_BATCH_RECORDS = 256
+_BATCH_CHARACTERS = 2_000_000
+_KEPT_REFUSALS = 20
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What `prepare` read, wrote and left out.
+
+    ``refused`` and ``adjusted`` count by reason; ``first_refusals`` holds the first twenty in
+    words, all of them are in the folder's ``refused.jsonl``.
+    """
+
+    output: Path
+    records: int
+    train: SplitCounts
+    validation: SplitCounts
+    refused: Mapping[str, int]
+    adjusted: Mapping[str, int]
+    first_refusals: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.output}: {self.records:,} records read in {self.seconds:.1f} s"]
+        for name, split in (("train", self.train), ("validation", self.validation)):
+            lines.append(
+                f"  {name}: {split.conversations:,} conversations, {split.tokens:,} tokens, "
+                f"{split.loss_tokens:,} with loss"
+            )
+        lines += [f"  refused: {reason}: {count:,}" for reason, count in self.refused.items()]
+        lines += [f"  adjusted: {reason}: {count:,}" for reason, count in self.adjusted.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    max_length: int
+    overlong: str
+    validation_fraction: float
+    strict: bool
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A conversation that is rendered and waits to be tokenised."""
+
+    conversation: Conversation
+    rendered: Rendered
+
+
+@dataclass
+class _Tally:
+    """The run's counters and its list of refusals. The one mutable thing here."""
+
+    strict: bool
+    refusals: IO[str]
+    records: int = 0
+    kept: int = 0
+    tokens: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    adjusted: Counter[str] = field(default_factory=Counter)
+    first_refusals: list[str] = field(default_factory=list)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Count and write down a refusal, or raise it."""
+        if self.strict:
+            raise ValueError(f"{refusal}; without strict it would be counted and left out")
+        self.refused[refusal.reason] += 1
+        if len(self.first_refusals) < _KEPT_REFUSALS:
+            self.first_refusals.append(str(refusal))
+        self.refusals.write(json.dumps(asdict(refusal), ensure_ascii=False) + "\n")
+
+
+def prepare(
+    sources: Sequence[str | Path] | str | Path,
+    target_path: str | Path,
+    output: str | Path,
+    *,
+    max_length: int,
+    overlong: Literal["truncate", "drop"] = "truncate",
+    validation_fraction: float = 0.02,
+    strict: bool = False,
+    limit: int | None = None,
+    chat_template: str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> PrepareReport:
+    """Tokenise conversations with the target's chat template into a training set.
+
+    The loss mask is true exactly on the assistant's tokens, each turn's end-of-turn token
+    included (see `aquiline.training.masks`). A conversation goes to validation if a hash of
+    its first user turn falls below ``validation_fraction``: all answers to one prompt, from
+    any source and any run, are on the same side.
+
+    Args:
+        sources: files or dataset names, see `read_conversations`.
+        target_path: folder with the target's tokenizer.
+        output: folder to write; appears only when complete.
+        max_length: longest conversation in tokens, ≥ 8.
+        overlong: cut longer conversations at ``max_length`` or drop them; counted either way.
+        validation_fraction: share of prompts held out, in [0, 1).
+        strict: raise at the first record that cannot be used, instead of counting it.
+        limit: stop after this many conversations.
+        chat_template: template to use instead of the tokenizer's own.
+        overwrite: replace an existing ``output``.
+        progress: show a progress line.
+
+    Returns:
+        The counts; they are also in the folder's manifest.
+
+    Raises:
+        ValueError: a bad setting or source, a tokenizer that cannot give character offsets or
+            has no template, an output that exists, no usable conversation, or, with
+            ``strict``, an unusable record.
+    """
+    started = time.monotonic()
+    settings = _Settings(max_length, overlong, validation_fraction, strict, limit)
+    _check(settings)
+    names = [sources] if isinstance(sources, str | Path) else list(sources)
+    output = Path(output)
+    if output.exists() and not overwrite:
+        raise ValueError(f"{output} exists; choose another folder, or allow overwriting it")
+    tokenizer = load_tokenizer(target_path)
+    renderer = ChatRenderer(tokenizer, chat_template)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "sources": [_describe(name) for name in names],
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "template_hash": hashlib.sha256(renderer.template.encode()).hexdigest(),
+        "settings": asdict(settings),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("transformers", "tokenizers", "pyarrow")},
+        },
+    }
+    with _appearing_whole(output) as partial:
+        manifest["counts"] = _write(names, tokenizer, renderer, settings, partial, progress)
+        text = json.dumps(manifest, indent=2, ensure_ascii=False)
+        (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    return _report(output, manifest["counts"], time.monotonic() - started)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load a target's fast tokenizer from its folder.
+
+    Raises:
+        ValueError: there is none, or it cannot give character offsets.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise ValueError(f"{path} is no folder; give the folder that holds the target's tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer could be loaded from {path}: {error}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer in {path} is a slow one and gives no character offsets; "
+            "allowed are fast tokenizers; add its tokenizer.json"
+        )
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 (hex) of a tokenizer's token-to-id table, added tokens included.
+
+    Equal hashes mean that ids can be exchanged; files, versions and templates may differ.
+    """
+    table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()
+
+
+def conversation_id(messages: Sequence[Message]) -> str:
+    """16 hex digits that depend on the roles and contents alone."""
+    return _digest([[m.role, m.content] for m in messages])[:16]
+
+
+def in_validation(messages: Sequence[Message], fraction: float) -> bool:
+    """Whether a conversation is held out, by a hash of its first user turn."""
+    first = next(m.content.strip() for m in messages if m.role == "user")
+    return int(_digest(first)[:16], 16) < fraction * 2**64
+
+
+def assistant_tokens(
+    offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.bool_]:
+    """Carry character spans over to tokens.
+
+    A token belongs to a span if they share a character. Tokens are taken as one run from the
+    first to the last, so that bytes of one character and white space that some tokenizers
+    leave out of their offsets are not lost.
+
+    Args:
+        offsets: (T, 2) half-open character range of each token, not decreasing.
+        spans: half-open character ranges.
+
+    Returns:
+        (T,) bool.
+    """
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    for start, end in spans:
+        first = np.searchsorted(offsets[:, 1], start, side="right")
+        last = np.searchsorted(offsets[:, 0], end, side="left")
+        mask[first:last] = True
+    return mask
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _check(settings: _Settings) -> None:
+    if settings.max_length < 8:
+        raise ValueError(f"max_length is {settings.max_length}; allowed are 8 tokens or more")
+    if settings.overlong not in ("truncate", "drop"):
+        raise ValueError(f"overlong is {settings.overlong!r}; allowed: 'truncate', 'drop'")
+    if not 0 <= settings.validation_fraction < 1:
+        raise ValueError(
+            f"validation_fraction is {settings.validation_fraction}; allowed: 0 ≤ fraction < 1"
+        )
+    if settings.limit is not None and settings.limit < 1:
+        raise ValueError(f"limit is {settings.limit}; allowed are 1 or more, or None for all")
+
+
+def _describe(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if not path.exists():
+        return {"name": str(source)}
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
+def _write(
+    names: Sequence[str | Path],
+    tokenizer: Any,
+    renderer: ChatRenderer,
+    settings: _Settings,
+    partial: Path,
+    progress: bool,
+) -> dict[str, Any]:
+    """Write both splits and the refusals into ``partial``; return the manifest's counts."""
+    with (
+        SplitWriter(partial / "train.arrow") as train,
+        SplitWriter(partial / "validation.arrow") as validation,
+        (partial / "refused.jsonl").open("w", encoding="utf-8") as refusals,
+        _progress_line(progress) as show,
+    ):
+        tally = _Tally(settings.strict, refusals)
+        ready = _rendered(names, renderer, tally)
+        for conversation, example in _tokenised(ready, tokenizer, settings, tally):
+            held_out = in_validation(conversation.messages, settings.validation_fraction)
+            (validation if held_out else train).add(example)
+            tally.kept += 1
+            tally.tokens += len(example.input_ids)
+            show(tally)
+            if tally.kept == settings.limit:
+                break
+    if not tally.kept:
+        reasons = "; ".join(tally.first_refusals[:3]) or "there are no records"
+        raise ValueError(f"no usable conversation in {', '.join(map(str, names))}: {reasons}")
+    return {
+        "records": tally.records,
+        "train": asdict(train.counts),
+        "validation": asdict(validation.counts),
+        "refused": dict(tally.refused),
+        "adjusted": dict(tally.adjusted),
+        "first_refusals": tally.first_refusals,
+    }
+
+
+def _rendered(
+    names: Iterable[str | Path], renderer: ChatRenderer, tally: _Tally
+) -> Iterator[_Ready]:
+    for name in names:
+        for item in read_conversations(name):
+            tally.records += 1
+            if isinstance(item, Refusal):
+                tally.refuse(item)
+                continue
+            try:
+                rendered = renderer.render(item.messages)
+            except NotFound as error:
+                tally.refuse(Refusal(item.source, item.index, NOT_VERBATIM, str(error)))
+                continue
+            tally.adjusted.update(item.adjusted)
+            yield _Ready(item, rendered)
+
+
+def _tokenised(
+    ready: Iterable[_Ready], tokenizer: Any, settings: _Settings, tally: _Tally
+) -> Iterator[tuple[Conversation, TokenisedConversation]]:
+    for batch in _batches(ready):
+        texts = [item.rendered.text for item in batch]
+        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        for item, ids, offsets in zip(
+            batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            refused = _example(item, ids, offsets, settings, tally)
+            if isinstance(refused, Refusal):
+                tally.refuse(refused)
+            else:
+                yield item.conversation, refused
+
+
+def _example(
+    item: _Ready,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    settings: _Settings,
+    tally: _Tally,
+) -> TokenisedConversation | Refusal:
+    where = item.conversation.source, item.conversation.index
+    length = settings.max_length
+    if len(ids) > length and settings.overlong == "drop":
+        return Refusal(*where, TOO_LONG, f"{len(ids)} tokens, max_length {length}")
+    mask = assistant_tokens(np.array(offsets[:length], dtype=np.int64), item.rendered.spans)
+    if not mask.any():
+        return Refusal(*where, NOTHING_LEFT, f"the first answer begins after token {length}")
+    if len(ids) > length:
+        tally.adjusted[TRUNCATED] += 1
+    return TokenisedConversation(
+        input_ids=np.array(ids[:length], dtype=np.int32),
+        loss_mask=mask,
+        id=conversation_id(item.conversation.messages),
+        source=f"{where[0]}:{where[1]}",
+    )
+
+
+def _batches(ready: Iterable[_Ready]) -> Iterator[list[_Ready]]:
+    batch: list[_Ready] = []
+    characters = 0
+    for item in ready:
+        batch.append(item)
+        characters += len(item.rendered.text)
+        if len(batch) >= _BATCH_RECORDS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _appearing_whole(output: Path) -> Iterator[Path]:
+    """A folder beside ``output`` that takes its place when the block ends without an error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for path in partial.iterdir():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+        if output.exists():
+            old = output.parent / f".{output.name}.replaced-{os.getpid()}"
+            output.rename(old)
+            partial.rename(output)
+            shutil.rmtree(old)
+        else:
+            partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _progress_line(shown: bool) -> Iterator[Callable[[_Tally], None]]:
+    if not shown:
+        yield lambda tally: None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("reading")
+
+        def show(tally: _Tally) -> None:
+            refused = sum(tally.refused.values())
+            bar.update(
+                task,
+                description=f"{tally.records:,} records, {tally.kept:,} kept, "
+                f"{refused:,} refused, {tally.tokens:,} tokens",
+            )
+
+        yield show
+
+
+def _report(output: Path, counts: Mapping[str, Any], seconds: float) -> PrepareReport:
+    return PrepareReport(
+        output=output,
+        records=counts["records"],
+        train=SplitCounts(**counts["train"]),
+        validation=SplitCounts(**counts["validation"]),
+        refused=counts["refused"],
+        adjusted=counts["adjusted"],
+        first_refusals=tuple(counts["first_refusals"]),
+        seconds=seconds,
+    )

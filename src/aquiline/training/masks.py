@@ -1,0 +1,183 @@
+"""Render a conversation with the target's chat template and find the assistant's characters.
+
+The template is treated as a black box. Rendered once with a unique marker in place of every
+content, it shows its *scaffold*, the text around the contents:
+
+    <|im_start|>user\n ⟨0⟩ <|im_end|>\n<|im_start|>assistant\n ⟨1⟩ <|im_end|>\n
+
+The real rendering must then be scaffold, content, scaffold, ... character by character, which
+gives each turn's exact place even if its text also occurs in a header or in another turn.
+Templates that look into the contents (Qwen3 treats thinking apart) break that; then a turn
+must follow verbatim on the generation prompt of the turns before it. Else it is not found,
+and the conversation is refused instead of guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aquiline.training.conversations import Message
+
+_MARKER = re.compile(r"qzMARK(\d+)KRAMzq")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, with the assistant's spans.
+
+    ``spans`` are half-open character ranges in ``text``, one per assistant turn, each from
+    the first character of the turn's content to the last one of its end-of-turn token.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class NotFound(ValueError):
+    """An assistant turn's text does not stand verbatim in the rendered conversation."""
+
+
+class ChatRenderer:
+    """Renders conversations with one tokenizer's template, remembering its scaffolds.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template.
+        template: another template to use instead of the tokenizer's own.
+
+    Raises:
+        ValueError: there is no template.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        template = template or tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; allowed is one "
+                "with `chat_template` set; take the instruction-tuned model's tokenizer"
+            )
+        self.template: str = template
+        self._tokenizer = tokenizer
+        self._scaffolds: dict[tuple[str, ...], list[str | int]] = {}
+        tokens = sorted((t for t in tokenizer.all_special_tokens if t), key=len, reverse=True)
+        added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self.special_tokens = frozenset([*tokens, *added])
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Render and locate every assistant turn.
+
+        Raises:
+            NotFound: a turn is not there verbatim (white space at its ends aside, which many
+                templates strip), nothing marks its end, or the template refuses the messages.
+        """
+        text = self._apply(messages)
+        places = self._by_scaffold(text, messages)
+        if places is None:
+            places = self._by_generation_prompt(text, messages)
+        spans = tuple((start, self._end_of_turn(text, end)) for start, end in places)
+        return Rendered(text, spans)
+
+    def _apply(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        turns = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                turns, chat_template=self.template, tokenize=False, add_generation_prompt=prompt
+            )
+        except TemplateError as error:
+            raise NotFound(f"the chat template refuses it: {error}") from error
+        return text
+
+    def _scaffold(self, messages: Sequence[Message]) -> list[str | int]:
+        """The template's own text (str) and the messages' indices (int) in rendered order."""
+        roles = tuple(m.role for m in messages)
+        if roles not in self._scaffolds:
+            marked = [Message(role, f"qzMARK{i}KRAMzq") for i, role in enumerate(roles)]
+            pieces: list[str | int] = list(_MARKER.split(self._apply(marked)))
+            pieces[1::2] = [int(piece) for piece in pieces[1::2]]
+            if len(self._scaffolds) > 4096:
+                self._scaffolds.clear()
+            self._scaffolds[roles] = pieces
+        return self._scaffolds[roles]
+
+    def _by_scaffold(self, text: str, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
+        pieces = self._scaffold(messages)
+        if not text.startswith(str(pieces[0])):
+            return None
+        places: dict[int, tuple[int, int]] = {}
+        position = len(str(pieces[0]))
+        for index, following in zip(pieces[1::2], pieces[2::2], strict=True):
+            assert isinstance(index, int) and isinstance(following, str)
+            for content in _trimmings(messages[index].content):
+                end = position + len(content)
+                if text.startswith(content, position) and text.startswith(following, end):
+                    break
+            else:
+                return None
+            if messages[index].role == "assistant":
+                if index in places:
+                    return None  # printed twice: which one is the turn?
+                places[index] = (position, end)
+            position = end + len(following)
+        complete = len(places) == sum(m.role == "assistant" for m in messages)
+        return [places[i] for i in sorted(places)] if complete and position == len(text) else None
+
+    def _by_generation_prompt(
+        self, text: str, messages: Sequence[Message]
+    ) -> list[tuple[int, int]]:
+        places = []
+        for index, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            prompt = self._apply(messages[:index], prompt=True)
+            found = [
+                content
+                for content in _trimmings(message.content)
+                if text.startswith(content, len(prompt))
+            ]
+            if not text.startswith(prompt) or not found:
+                raise NotFound(f"turn {index + 1} is not verbatim in the rendered conversation")
+            places.append((len(prompt), len(prompt) + len(found[0])))
+        return places
+
+    def _end_of_turn(self, text: str, content_end: int) -> int:
+        """End of the end-of-turn token that follows a content (white space may stand between)."""
+        start = content_end + len(text[content_end:]) - len(text[content_end:].lstrip())
+        longest = max(
+            (t for t in self.special_tokens if text.startswith(t, start)), key=len, default=""
+        )
+        if longest:
+            return start + len(longest)
+        marker = self._literal_end
+        if not text.startswith(marker, content_end):
+            raise NotFound("no end-of-turn token follows an assistant turn")
+        return content_end + len(marker)
+
+    @property
+    def _literal_end(self) -> str:
+        """What follows an answer both at the end and before a next turn, e.g. ``</s>``."""
+        turn = (Message("user", ""), Message("assistant", ""))
+        last = str(self._scaffold(turn)[-1])
+        pieces = self._scaffold(turn * 2)
+        middle = str(pieces[pieces.index(1) + 1])
+        marker = os.path.commonprefix([last, middle]).rstrip()
+        if not marker:
+            raise NotFound("the chat template puts no end-of-turn token after an answer")
+        return marker
+
+
+def _trimmings(content: str) -> Iterator[str]:
+    """The content as a template may print it: as it is, or without white space at its ends."""
+    yield content
+    yield content.strip()
+    yield content.lstrip()
+    yield content.rstrip()
+    yield content.strip("\n")
+    yield content.lstrip("\n")
+    yield content.rstrip("\n")
