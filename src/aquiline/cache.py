@@ -11,6 +11,9 @@ from torch import Tensor
 _BUCKET = 64
 """Capacities are multiples of this, so that a growing context reallocates rarely."""
 
+SCRATCH = 1024
+"""Slots beyond the last position of a model, where the nodes of a tree may lie until the commit."""
+
 
 @dataclass(eq=False)
 class KVCache:
@@ -24,7 +27,7 @@ class KVCache:
         key_block: (layers, rows, kv_heads, capacity, key_dim).
         value_block: (layers, rows, kv_heads, capacity, value_dim).
         lengths: (rows,) int64 on the CPU, committed tokens of each row.
-        max_capacity: positions that the model can take; `reserve` refuses more.
+        max_capacity: positions that the model can take; `reserve` refuses more than that and `SCRATCH`.
     """
 
     key_block: Tensor
@@ -60,14 +63,14 @@ class KVCache:
         """
         if positions <= self.capacity:
             return
-        if positions > self.max_capacity:
+        if positions > self.max_capacity + SCRATCH:
             raise ValueError(
                 f"{positions} positions do not fit: the context of this model is {self.max_capacity}; "
                 "shorten the prompt or lower max_new_tokens"
             )
         # An eighth of head room: growing by one bucket a time would copy the cache over and over.
         wanted = max(positions, self.capacity + self.capacity // 8)
-        size = min(-(-wanted // _BUCKET) * _BUCKET, max(self.max_capacity, positions))
+        size = min(-(-wanted // _BUCKET) * _BUCKET, max(self.max_capacity + SCRATCH, positions))
         self.key_block = _grown(self.key_block, size)
         self.value_block = _grown(self.value_block, size)
 
@@ -92,8 +95,8 @@ def new_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> KVCache:
-    """Allocates an empty cache; `capacity` is rounded up to a bucket, at most `max_capacity`."""
-    size = min(-(-max(capacity, 1) // _BUCKET) * _BUCKET, max(max_capacity, 1))
+    """Allocates an empty cache; `capacity` is rounded up to a bucket."""
+    size = min(-(-max(capacity, 1) // _BUCKET) * _BUCKET, max_capacity + SCRATCH)
     shape = (layers, rows, kv_heads, size)
     return KVCache(
         key_block=torch.zeros(*shape, key_dim, dtype=dtype, device=device),

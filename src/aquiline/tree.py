@@ -62,9 +62,7 @@ def root_only(root: Tensor) -> DraftTree:
     )
 
 
-def from_lists(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu"
-) -> DraftTree:
+def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu") -> DraftTree:
     """Packs per-row ``(tokens, parents)`` lists into one padded tree.
 
     Args:
@@ -127,12 +125,8 @@ def validate(tree: DraftTree) -> None:
         limit = count if tree.num_candidates is None else int(tree.num_candidates[row])
         for node in range(1, count):
             parent = parents[row][node]
-            assert 0 <= parent < node, (
-                f"row {row} node {node}: parent {parent} not in 0 … {node - 1}"
-            )
+            assert 0 <= parent < node, f"row {row} node {node}: parent {parent} not in 0 … {node - 1}"
             if node < limit:
                 edge = (parent, tokens[row][node])
-                assert edge not in seen, (
-                    f"row {row}: node {parent} has two children with token {edge[1]}"
-                )
+                assert edge not in seen, f"row {row}: node {parent} has two children with token {edge[1]}"
                 seen.add(edge)

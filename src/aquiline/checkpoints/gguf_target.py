@@ -1,75 +1,62 @@
 """GGUF files as targets: dequantised to an ordinary bfloat16 model folder.
 
 GGUF holds a model's weights in block-quantised form, with its tokenizer and chat template in the
-header. transformers reads it; this module writes what it read as ``config.json``,
-``model.safetensors``, ``tokenizer.json``, ``tokenizer_config.json`` and
-``generation_config.json``, so that everything after it sees one kind of target.
+header. This module writes them as ``config.json``, ``model.safetensors``, ``tokenizer.json``,
+``tokenizer_config.json`` and ``generation_config.json``, so that everything after it sees one kind
+of target. transformers has a GGUF loader too, but it may keep the weights packed, refuses to save
+what it loaded, and drops rope factors and text splitters that the file states.
 
-A dequantised weight is ``scale * q + minimum`` in float32, with more bits than bfloat16 has (for
+A dequantised weight is ``scale * q + minimum`` in float32, with more bits than bfloat16 has (in
 the Q4_1 file of SmolLM2, 82 % of the weights are not representable). The weights rounded to the
 nearest bfloat16 are the *definition* of the target: drafts, heads and tests are all about those.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import numpy as np
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+from aquiline.checkpoints.gguf_header import GgufHeader, config_from_gguf, read_gguf_header
+
+if TYPE_CHECKING:
+    import torch
+
 # Raised when what is written changes, so that caches made by an older version are rebuilt.
 LAYOUT = 1
+_SHARD_BYTES = 4 << 30
 
-
-@dataclass(frozen=True)
-class GgufHeader:
-    """What a GGUF file says about itself and transformers does not carry over.
-
-    Attributes:
-        architecture: ``general.architecture``, such as ``"llama"``.
-        pre_tokenizer: ``tokenizer.ggml.pre``, the name of the text splitter; ``""`` if absent.
-        context_length: Longest sequence in tokens; 0 if absent.
-        end_ids: Ids that end a turn or a text, the end-of-text id first.
-    """
-
-    architecture: str
-    pre_tokenizer: str
-    context_length: int
-    end_ids: tuple[int, ...]
-
-
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file and refuse what cannot be a target.
-
-    Raises:
-        ValueError: Not a GGUF file, truncated, or an architecture outside ``ARCHITECTURES``.
-    """
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in _scalar_fields(reader)}
-    except (ValueError, IndexError, TypeError, KeyError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is not a readable GGUF file ({error}); it may be truncated: fetch it again"
-        ) from error
-    architecture = str(fields.get("general.architecture", "unknown"))
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{path} has GGUF architecture {architecture!r}; allowed are "
-            f"{', '.join(ARCHITECTURES)}: use the model's safetensors folder instead"
-        )
-    ends = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-    return GgufHeader(
-        architecture=architecture,
-        pre_tokenizer=str(fields.get("tokenizer.ggml.pre", "")),
-        context_length=int(fields.get(f"{architecture}.context_length", 0)),
-        end_ids=tuple(dict.fromkeys(int(end) for end in ends if end is not None)),
-    )
+_GLOBAL_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_EXTRA_LAYER_NAMES: dict[str, dict[str, str]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": _HEAD_NORMS,
+    "gemma3": {
+        **_HEAD_NORMS,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+# Part of the rope settings, not a weight.
+_NOT_WEIGHTS = {"rope_freqs.weight"}
 
 
 def write_target_from_gguf(path: Path, folder: Path) -> None:
@@ -80,94 +67,153 @@ def write_target_from_gguf(path: Path, folder: Path) -> None:
         folder: An existing, empty folder.
 
     Raises:
-        ValueError: As ``read_gguf_header``.
+        ValueError: Not GGUF, truncated, an architecture that is not allowed, a missing or
+            unexpected tensor.
+    """
+    header = read_gguf_header(path)
+    names = tensor_names(header)
+    config = config_from_gguf(header)
+    _write_json(folder / "config.json", config)
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "generation_config.json", ids)
+    _write_weights(header, names, folder)
+    _write_tokenizer(header, folder)
+
+
+def tensor_names(header: GgufHeader) -> dict[str, str]:
+    """Map each GGUF tensor name to its Hugging Face name.
+
+    Raises:
+        ValueError: The file lacks a tensor that the architecture needs, or has one it does not
+            know (mixtures of experts, adapters).
+    """
+    layer_names = {**_LAYER_NAMES, **_EXTRA_LAYER_NAMES[header.architecture]}
+    count = int(header.number("block_count"))
+    required = ["token_embd.weight", "output_norm.weight"]
+    required += [f"blk.{layer}.{name}.weight" for layer in range(count) for name in layer_names]
+    missing = [name for name in required if name not in header.tensors]
+    if missing:
+        raise ValueError(
+            f"{header.path} lacks the tensor {missing[0]} ({len(missing)} missing in all); it is "
+            "incomplete or one part of a split file: fetch the whole model as one file"
+        )
+    found = {name: _hf_name(name, layer_names) for name in header.tensors}
+    unknown = [name for name, hf in found.items() if hf is None and name not in _NOT_WEIGHTS]
+    if unknown:
+        raise ValueError(
+            f"{header.path} has the tensor {unknown[0]}, which a plain {header.architecture} model "
+            "does not have; use the model's safetensors folder instead"
+        )
+    return {name: hf for name, hf in found.items() if hf is not None}
+
+
+def dequantise(header: GgufHeader, name: str) -> "torch.Tensor":
+    """Return one tensor of a GGUF file as Hugging Face lays it out.
+
+    Args:
+        header: The opened file.
+        name: GGUF name of a tensor in it.
+
+    Returns:
+        bfloat16, shape outermost first.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from gguf.quants import dequantize
 
-    header = read_gguf_header(path)
-    with _quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.bfloat16
-        )
-        _tidy_config(model, header)
-        model.save_pretrained(folder)
-    _write_tokenizer(tokenizer, header, folder)
-
-
-def _scalar_fields(reader: Any) -> Iterator[tuple[str, Any]]:
-    from gguf import GGUFValueType
-
-    for name, field in reader.fields.items():
-        # Arrays are the vocabulary and the merges: large, slow to decode, and not needed here.
-        if field.types and field.types[0] != GGUFValueType.ARRAY:
-            yield name, field
+    stored = header.tensors[name]
+    values = dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False)
+    if header.architecture == "llama" and ".attn_q." in name:
+        values = _rotary_halves(values, header.heads)
+    elif header.architecture == "llama" and ".attn_k." in name:
+        values = _rotary_halves(values, header.kv_heads)
+    elif header.architecture == "gemma3" and name.endswith("_norm.weight"):
+        # Gemma's norms multiply by 1 + weight; llama.cpp stores the sum.
+        values = values - 1.0
+    return torch.from_numpy(np.array(values)).to(torch.bfloat16)
 
 
-def _tidy_config(model: "PreTrainedModel", header: GgufHeader) -> None:
-    config = model.config
-    # Left by the loader; with it transformers refuses to save, and to load, plain weights.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    if hasattr(config, "rms_norm_eps"):
-        config.rms_norm_eps = _shortest_float32(config.rms_norm_eps)
-    config.name_or_path = ""
-    generation = model.generation_config
-    if generation is not None and header.end_ids:
-        ends = list(header.end_ids)
-        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+def _rotary_halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Put each head's rows from llama.cpp's (even, odd) pairs back into two halves."""
+    paired = values.reshape(heads, -1, 2, *values.shape[1:])
+    return paired.swapaxes(1, 2).reshape(values.shape)
 
 
-def _shortest_float32(value: float) -> float:
-    """Return the shortest decimal that is the same float32: 9.99999974e-06 becomes 1e-05."""
-    import numpy
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str | None:
+    stem, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return None
+    if stem in _GLOBAL_NAMES:
+        return f"{_GLOBAL_NAMES[stem]}.{kind}"
+    block, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if block != "blk" or not layer.isdigit() or part not in layer_names:
+        return None
+    return f"model.layers.{layer}.{layer_names[part]}.{kind}"
 
-    return float(str(numpy.float32(value)))
+
+def _write_weights(header: GgufHeader, names: Mapping[str, str], folder: Path) -> None:
+    """Write the tensors in shards, so that no more than one shard is in memory."""
+    from safetensors.torch import save_file
+
+    shards = list(_shards(header, names))
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) == 1:
+            file = "model.safetensors"
+        tensors = {names[name]: dequantise(header, name) for name in shard}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+    if len(shards) > 1:
+        total = sum(_bfloat16_bytes(header, name) for name in names)
+        document = {"metadata": {"total_size": total}, "weight_map": index}
+        _write_json(folder / "model.safetensors.index.json", document)
 
 
-def _write_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", header: GgufHeader, folder: Path
-) -> None:
+def _shards(header: GgufHeader, names: Mapping[str, str]) -> Iterator[list[str]]:
+    shard: list[str] = []
+    size = 0
+    for name in sorted(names, key=names.__getitem__):
+        added = _bfloat16_bytes(header, name)
+        if shard and size + added > _SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += added
+    yield shard
+
+
+def _bfloat16_bytes(header: GgufHeader, name: str) -> int:
+    return 2 * int(header.tensors[name].n_elements)
+
+
+def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
     from tokenizers import Tokenizer, pre_tokenizers
+    from transformers import AutoTokenizer
 
-    # ``to_str`` and back is a copy: the tokenizer that came in is not changed.
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    if header.pre_tokenizer == "smollm":
+    path = header.path
+    loaded = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    if header.scalars.get("tokenizer.ggml.pre") == "smollm":
         # The loader keeps only the byte-level splitter; SmolLM2 was trained with each digit
         # apart, which also decides how spaces before a number are merged.
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     backend.save(str(folder / "tokenizer.json"))
     # Written by hand: this class name is read alike by transformers 4 and 5 and by serving
     # engines, and makes none of them rebuild the splitter from the model's type.
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = getattr(tokenizer, kind)
+        token = getattr(loaded, kind)
         if token is not None:
             settings[kind] = str(token)
     settings["clean_up_tokenization_spaces"] = False
-    if header.context_length:
-        settings["model_max_length"] = header.context_length
-    if tokenizer.chat_template is not None:
-        settings["chat_template"] = tokenizer.chat_template
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    settings["model_max_length"] = int(header.number("context_length"))
+    if loaded.chat_template is not None:
+        settings["chat_template"] = loaded.chat_template
+    _write_json(folder / "tokenizer_config.json", settings)
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bars inside the block, and put them back after it."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -70,9 +70,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
-def head_config(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetShape
-) -> HeadConfig:
+def head_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetShape) -> HeadConfig:
     """Derives the head's configuration from config.json and the tensors' names.
 
     Args:
@@ -90,9 +88,7 @@ def head_config(
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = int(config.get("target_hidden_size") or hidden)
     if width != target.hidden_size:
-        raise ValueError(
-            f"the head was made for hidden_size {width}, this target has {target.hidden_size}"
-        )
+        raise ValueError(f"the head was made for hidden_size {width}, this target has {target.hidden_size}")
     if config["vocab_size"] != target.vocab_size:
         raise ValueError(
             f"the head was made for vocab_size {config['vocab_size']}, this target has {target.vocab_size}"
@@ -116,9 +112,7 @@ def head_config(
         kind="eagle3" if eagle3 else "eagle",
         layer=layer,
         vocab_size=config["vocab_size"],
-        draft_vocab_size=(config.get("draft_vocab_size") or config["vocab_size"])
-        if eagle3
-        else config["vocab_size"],
+        draft_vocab_size=(config.get("draft_vocab_size") or config["vocab_size"]) if eagle3 else config["vocab_size"],
         target_hidden_size=width,
         features=features,
         num_layers=config.get("num_hidden_layers", 1),
@@ -142,20 +136,12 @@ def draft_vocabulary(tensors: Mapping[str, Tensor], config: HeadConfig) -> Tenso
     if config.draft_vocab_size == config.vocab_size:
         return None
     if "d2t" not in tensors:
-        raise ValueError(
-            f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no d2t"
-        )
+        raise ValueError(f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no d2t")
     offsets = tensors["d2t"].to(torch.int64)
     if offsets.shape != (config.draft_vocab_size,):
-        raise ValueError(
-            f"d2t has shape {tuple(offsets.shape)}, expected ({config.draft_vocab_size},)"
-        )
+        raise ValueError(f"d2t has shape {tuple(offsets.shape)}, expected ({config.draft_vocab_size},)")
     ids = offsets + torch.arange(config.draft_vocab_size)
-    if (
-        int(ids.min()) < 0
-        or int(ids.max()) >= config.vocab_size
-        or not bool((ids.diff() > 0).all())
-    ):
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or not bool((ids.diff() > 0).all()):
         raise ValueError(
             f"d2t must map to increasing target ids in 0 … {config.vocab_size - 1}; is it absolute, not offset?"
         )
@@ -167,9 +153,7 @@ def draft_vocabulary(tensors: Mapping[str, Tensor], config: HeadConfig) -> Tenso
     return ids
 
 
-def read_head(
-    folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32
-) -> DraftHead:
+def read_head(folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> DraftHead:
     """Reads a head; every missing or unexpected tensor is an error that names it.
 
     Args:
@@ -192,9 +176,7 @@ def read_head(
         sorted(given.keys() - expected.keys()),
     )
     if missing or unexpected:
-        raise ValueError(
-            f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}"
-        )
+        raise ValueError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}")
     for name, parameter in expected.items():
         if parameter.shape != given[name].shape:
             raise ValueError(
@@ -206,9 +188,7 @@ def read_head(
             parameter.copy_(given[name])
     embedding = tensors.get("embed_tokens.weight")
     if embedding is None and config.hidden_size != target.hidden_size:
-        raise ValueError(
-            f"{folder}: a head of another width than its target needs embed_tokens.weight"
-        )
+        raise ValueError(f"{folder}: a head of another width than its target needs embed_tokens.weight")
     return DraftHead(
         network=network.eval(),
         draft_to_target=draft_vocabulary(tensors, config),
@@ -217,9 +197,7 @@ def read_head(
     )
 
 
-def config_to_json(
-    config: HeadConfig, *, fingerprint: str | None, dtype: torch.dtype
-) -> dict[str, Any]:
+def config_to_json(config: HeadConfig, *, fingerprint: str | None, dtype: torch.dtype) -> dict[str, Any]:
     """Returns config.json of a head; `bias` false and both rope keys, which engines misread otherwise."""
     layer = config.layer
     eagle3 = config.kind == "eagle3"
@@ -271,9 +249,7 @@ def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.b
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = head.config
-    tensors = {
-        name: t.detach().to(dtype).contiguous() for name, t in head.network.state_dict().items()
-    }
+    tensors = {name: t.detach().to(dtype).contiguous() for name, t in head.network.state_dict().items()}
     if head.draft_to_target is not None:
         ids = head.draft_to_target.to(torch.int64).cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -281,9 +257,7 @@ def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.b
         tensors["t2d"][ids] = True
     if head.embedding is not None:
         tensors["embed_tokens.weight"] = head.embedding.detach().to(dtype).contiguous()
-    text = json.dumps(
-        config_to_json(config, fingerprint=head.target_fingerprint, dtype=dtype), indent=2
-    )
+    text = json.dumps(config_to_json(config, fingerprint=head.target_fingerprint, dtype=dtype), indent=2)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         save_file(tensors, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
         (Path(scratch) / "config.json").write_text(text + "\n")

@@ -74,15 +74,9 @@ class HeadConfig:
             raise ValueError("norm_before_fc and fc_norm exclude each other")
         allowed = ("feature+shifted", "feature+unshifted", "feature", "token")
         if self.inputs not in allowed:
-            raise ValueError(
-                f"head inputs {self.inputs!r} are not known; allowed: {', '.join(allowed)}"
-            )
-        if self.kind == "eagle" and (
-            self.draft_vocab_size != self.vocab_size or self.features != ("final",)
-        ):
-            raise ValueError(
-                'an EAGLE-1/2 head reads the feature "final" and drafts the whole vocabulary'
-            )
+            raise ValueError(f"head inputs {self.inputs!r} are not known; allowed: {', '.join(allowed)}")
+        if self.kind == "eagle" and (self.draft_vocab_size != self.vocab_size or self.features != ("final",)):
+            raise ValueError('an EAGLE-1/2 head reads the feature "final" and drafts the whole vocabulary')
 
     @property
     def hidden_size(self) -> int:
@@ -105,9 +99,7 @@ class EagleNetwork(nn.Module):
             config.inputs, hidden + config.target_hidden_size
         )
         self.fc = nn.Linear(width, hidden, bias=config.fc_bias)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config.layer, input_norm=i > 0) for i in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config.layer, input_norm=i > 0) for i in range(config.num_layers))
 
     def fuse(self, features: Tensor) -> Tensor:
         """The features themselves: (B, T, H) → (B, T, H)."""
@@ -167,13 +159,9 @@ class Eagle3Network(nn.Module):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(count * config.target_hidden_size, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(
-                RMSNorm(config.target_hidden_size, eps) for _ in range(count)
-            )
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(count))
         self.midlayer = Eagle3Layer(config.layer)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config.layer) for _ in range(config.num_layers - 1)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers - 1))
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
 
@@ -183,9 +171,7 @@ class Eagle3Network(nn.Module):
             features = self.input_norm(features)
         if self.config.fc_norm:
             parts = features.chunk(len(self.config.features), dim=-1)
-            features = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
-            )
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         result: Tensor = self.fc(features)
         return result
 
@@ -195,9 +181,7 @@ class Eagle3Network(nn.Module):
 
     def attention(self, layer: int) -> Attention:
         """Projections of one layer."""
-        attention: Attention = (
-            self.midlayer.self_attn if layer == 0 else self.layers[layer - 1].self_attn
-        )
+        attention: Attention = self.midlayer.self_attn if layer == 0 else self.layers[layer - 1].self_attn
         return attention
 
     def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,6 +267,7 @@ def forward_network(
     cache: KVCache,
     rows: Sequence[int],
     rotary: RotaryTable,
+    offset: int = 0,
 ) -> Tensor:
     """Runs the network on T rows behind its cache; writes K/V and does not advance.
 
@@ -291,15 +276,16 @@ def forward_network(
         embedded: (B, T, H) embeddings of the shifted tokens.
         hidden: (B, T, H) fused target features, or the feedback of the step before.
         positions: (B, T) int64 feature positions.
-        ancestors: (B, T, T) bool, or None for causal order.
+        ancestors: (B, T, offset + T) bool among the uncommitted slots, or None for causal order.
         cache: the head's cache.
         rows: row slots.
         rotary: the head's rotary table.
+        offset: uncommitted slots in use before these T (earlier levels of the tree).
 
     Returns:
         (B, T, H) stream after the last layer (pre-norm).
     """
-    placement = place(cache, rows, embedded.shape[1])
+    placement = place(cache, rows, embedded.shape[1], offset)
     cos, sin = rotary.at(positions, placement.span)
     mask = attention_mask(placement, positions, ancestors, None, embedded.dtype)
     stream = network.enter(embedded, hidden)

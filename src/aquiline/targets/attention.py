@@ -17,34 +17,32 @@ class Placement:
 
     Attributes:
         rows: the B row slots; a slice where they are contiguous, so that reads are views.
-        starts: committed length of each row.
+        starts: slot of the first new token of each row, its committed length plus `offset`.
         width: T.
         span: slots that the attention reads, max(starts) + T.
+        offset: uncommitted slots before the new tokens (levels of a draft tree fed earlier).
     """
 
     rows: slice | Tensor
     starts: tuple[int, ...]
     width: int
     span: int
+    offset: int = 0
 
 
-def place(cache: KVCache, rows: Sequence[int], width: int) -> Placement:
+def place(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0) -> Placement:
     """Reserves room for `width` more tokens in `rows` and says where they go.
 
     Mutates: the capacity of `cache` where it is too small.
     """
     lengths = cache.lengths.tolist()
-    starts = tuple(lengths[row] for row in rows)
+    starts = tuple(lengths[row] + offset for row in rows)
     span = max(starts) + width
     cache.reserve(span)
     first = rows[0]
     contiguous = all(row == first + i for i, row in enumerate(rows))
-    selector = (
-        slice(first, first + len(rows))
-        if contiguous
-        else torch.tensor(rows, device=cache.key_block.device)
-    )
-    return Placement(selector, starts, width, span)
+    selector = slice(first, first + len(rows)) if contiguous else torch.tensor(rows, device=cache.key_block.device)
+    return Placement(selector, starts, width, span, offset)
 
 
 def write(cache: KVCache, layer: int, placement: Placement, keys: Tensor, values: Tensor) -> None:
@@ -69,9 +67,7 @@ def read(cache: KVCache, layer: int, placement: Placement) -> tuple[Tensor, Tens
     """Returns keys and values (B, kv_heads, span, dim); views where the rows are contiguous."""
     keys, values = cache.keys(layer), cache.values(layer)
     if isinstance(placement.rows, slice):
-        return keys[placement.rows, :, : placement.span], values[
-            placement.rows, :, : placement.span
-        ]
+        return keys[placement.rows, :, : placement.span], values[placement.rows, :, : placement.span]
     return (
         keys.index_select(0, placement.rows)[:, :, : placement.span],
         values.index_select(0, placement.rows)[:, :, : placement.span],
@@ -89,30 +85,30 @@ def attention_mask(
 
     Args:
         placement: where the tokens are.
-        positions: (B, T) int64.
-        ancestors: (B, T, T) bool among the new tokens, None for causal.
+        positions: (B, T) int64 positions of the new tokens.
+        ancestors: (B, T, offset + T) bool among the uncommitted slots, None for causal.
         window: a query at position p sees keys at positions > p - window; None for all.
+            Needs ``offset == 0``.
         dtype: float dtype of the result.
     """
-    starts, width, span = placement.starts, placement.width, placement.span
+    starts, width, span, offset = placement.starts, placement.width, placement.span, placement.offset
     same = all(start == starts[0] for start in starts)
-    if width == 1 and same and (window is None or span <= window):
+    if ancestors is None and width == 1 and same and (window is None or span <= window):
         return None
     device = positions.device
+    tail = offset + width
     if ancestors is None:
-        ancestors = (
-            torch.ones(width, width, dtype=torch.bool, device=device)
-            .tril()
-            .expand(len(starts), -1, -1)
-        )
-    begin = torch.tensor(starts, device=device)[:, None]
+        causal = torch.ones(width, tail, dtype=torch.bool, device=device).tril(offset)
+        ancestors = causal.expand(len(starts), -1, -1)
+    committed = torch.tensor(starts, device=device)[:, None] - offset
     slots = torch.arange(span, device=device)[None, :]
-    relative = slots - begin  # (B, span), index among the new tokens
-    inside = (relative >= 0) & (relative < width)
-    index = relative.clamp(0, width - 1)
+    relative = slots - committed  # (B, span), index among the uncommitted slots
+    inside = (relative >= 0) & (relative < tail)
+    index = relative.clamp(0, tail - 1)
     among_new = ancestors.gather(2, index[:, None, :].expand(-1, width, -1))
     visible = (relative < 0)[:, None, :] | (among_new & inside[:, None, :])
     if window is not None:
+        assert offset == 0, "a sliding window needs the positions of all uncommitted slots"
         # A committed slot is its own position; a tree node's position is its depth, not its slot.
         key_positions = torch.where(inside, positions.gather(1, index), slots)
         visible &= positions[:, :, None] - key_positions[:, None, :] < window
@@ -120,9 +116,7 @@ def attention_mask(
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Grouped-query attention with the softmax in at least float32.
 
     Args:

@@ -54,9 +54,7 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     """
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(
-            f"model_type {family!r} is not computed by this decoder; allowed: {', '.join(FAMILIES)}"
-        )
+        raise ValueError(f"model_type {family!r} is not computed by this decoder; allowed: {', '.join(FAMILIES)}")
     layers, heads, hidden = (
         config["num_hidden_layers"],
         config["num_attention_heads"],
@@ -93,11 +91,7 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
     family = config["model_type"]
-    if (
-        window is None
-        or family == "llama"
-        or (family != "mistral" and not config.get("use_sliding_window", False))
-    ):
+    if window is None or family == "llama" or (family != "mistral" and not config.get("use_sliding_window", False)):
         return (None,) * layers
     kinds = config.get("layer_types")
     if kinds is None:
@@ -166,9 +160,7 @@ class Decoder(nn.Module):
         """cos and sin of `positions` (all below `limit`), each (*positions.shape, dim)."""
         table = self._rotary_table
         if table is None or (table.dtype, table.device) != (self.dtype, self.device):
-            table = self._rotary_table = RotaryTable(
-                self.config.layer.rope, self.dtype, self.device
-            )
+            table = self._rotary_table = RotaryTable(self.config.layer.rope, self.dtype, self.device)
         return table.at(positions, limit)
 
     def forward(
@@ -247,9 +239,7 @@ def load_state(model: Decoder, tensors: Mapping[str, Tensor], origin: str) -> No
         sorted(given.keys() - expected.keys()),
     )
     if missing or unexpected:
-        raise ValueError(
-            f"{origin}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}"
-        )
+        raise ValueError(f"{origin}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}")
     for name, parameter in expected.items():
         if parameter.shape != given[name].shape:
             raise ValueError(

@@ -48,9 +48,7 @@ class LayerConfig:
                 f"num_key_value_heads {self.num_kv_heads} must divide num_attention_heads {self.num_heads}"
             )
         if self.activation not in ("silu", "gelu_pytorch_tanh"):
-            raise ValueError(
-                f"hidden_act {self.activation!r} is not supported; allowed: silu, gelu_pytorch_tanh"
-            )
+            raise ValueError(f"hidden_act {self.activation!r} is not supported; allowed: silu, gelu_pytorch_tanh")
 
 
 class RMSNorm(nn.Module):
@@ -94,9 +92,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.has_qk_norm = config.qk_norm
 
-    def qkv(
-        self, x: Tensor, cos: Tensor | None, sin: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Projects and rotates.
 
         Args:
@@ -134,11 +130,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, H) → (…, H)."""
         gate = self.gate_proj(x)
-        gate = (
-            nn.functional.gelu(gate, approximate="tanh")
-            if self.tanh_gelu
-            else nn.functional.silu(gate)
-        )
+        gate = nn.functional.gelu(gate, approximate="tanh") if self.tanh_gelu else nn.functional.silu(gate)
         result: Tensor = self.down_proj(gate * self.up_proj(x))
         return result
 

@@ -38,14 +38,10 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in _KNOWN:
-            raise ValueError(
-                f"rope scaling {self.kind!r} is not supported; allowed: {', '.join(_KNOWN)}"
-            )
+            raise ValueError(f"rope scaling {self.kind!r} is not supported; allowed: {', '.join(_KNOWN)}")
 
 
-def rope_from_hf(
-    config: Mapping[str, Any], head_dim: int, *, default_theta: float = 10000.0
-) -> RopeConfig:
+def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: float = 10000.0) -> RopeConfig:
     """Reads the rotary settings of a Hugging Face configuration, old or new style.
 
     Args:
@@ -61,14 +57,10 @@ def rope_from_hf(
     parameters.update(config.get("rope_parameters") or {})
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "longrope":
-        raise ValueError(
-            "rope scaling 'longrope' switches frequencies with the input's length; use the HF adapter"
-        )
+        raise ValueError("rope scaling 'longrope' switches frequencies with the input's length; use the HF adapter")
     theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    original = parameters.get("original_max_position_embeddings") or config.get(
-        "max_position_embeddings", 0
-    )
+    original = parameters.get("original_max_position_embeddings") or config.get("max_position_embeddings", 0)
     return RopeConfig(float(theta), int(head_dim * partial), kind, parameters, int(original))
 
 
@@ -137,9 +129,7 @@ class RotaryTable:
     more than the look-up.
     """
 
-    def __init__(
-        self, rope: RopeConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self._frequencies, self._factor = inverse_frequencies(rope)
         self.dtype, self.device = dtype, torch.device(device)
         self._cos = self._sin = torch.empty(0, rope.dim, dtype=dtype, device=device)

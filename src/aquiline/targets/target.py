@@ -97,9 +97,7 @@ def check_features(features: Sequence[Feature], num_layers: int) -> None:
     for feature in features:
         if feature == "final" or (isinstance(feature, int) and 0 <= feature <= num_layers):
             continue
-        raise ValueError(
-            f'unknown target feature {feature!r}; allowed: 0 … {num_layers} or "final"'
-        )
+        raise ValueError(f'unknown target feature {feature!r}; allowed: 0 … {num_layers} or "final"')
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
