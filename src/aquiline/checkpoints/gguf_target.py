@@ -135,7 +135,8 @@ def dequantise(header: GgufHeader, name: str) -> "torch.Tensor":
 def _rotary_halves(values: np.ndarray, heads: int) -> np.ndarray:
     """Put each head's rows from llama.cpp's (even, odd) pairs back into two halves."""
     paired = values.reshape(heads, -1, 2, *values.shape[1:])
-    return paired.swapaxes(1, 2).reshape(values.shape)
+    halves: np.ndarray = paired.swapaxes(1, 2).reshape(values.shape)
+    return halves
 
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str | None:

@@ -1,0 +1,218 @@
+"""What the header of a GGUF file says: which model this is, and its Hugging Face config."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+_MODEL_TYPES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+# llama.cpp stores Llama 3's frequency scaling as one factor per frequency; these are the three
+# constants that every released model has in common, so that only the factor is left to find.
+_LLAMA3_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Gemma 3's sliding layers keep this base, whatever the base of the full layers.
+_GEMMA3_LOCAL_THETA = 10_000.0
+_GEMMA3_PATTERN = 6
+
+
+@dataclass(frozen=True, eq=False)
+class GgufHeader:
+    """A GGUF file opened, its scalars decoded, its tensors still on disk.
+
+    Attributes:
+        path: The file.
+        architecture: One of ``ARCHITECTURES``.
+        scalars: Header entries other than arrays, by their full key.
+        tensors: ``gguf.ReaderTensor`` by GGUF name; shapes are innermost first.
+    """
+
+    path: Path
+    architecture: str
+    scalars: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, Any] = field(repr=False)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return the number under ``{architecture}.{key}``.
+
+        Raises:
+            ValueError: It is absent and there is no default.
+        """
+        value = self.scalars.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, int | float):
+            return value
+        raise ValueError(
+            f"{self.path} has no single number {self.architecture}.{key}: the file is of a kind "
+            "that is not supported; use the model's safetensors folder instead"
+        )
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return int(self.number("attention.head_count"))
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return int(self.number("attention.head_count_kv", self.heads))
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a text or a turn, the end-of-text id first."""
+        ends = [self.scalars.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
+        return tuple(dict.fromkeys(int(end) for end in ends if end is not None))
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Open a GGUF file and refuse what cannot be a target.
+
+    Raises:
+        ValueError: Not a GGUF file, truncated, or an architecture outside ``ARCHITECTURES``.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        scalars = dict(_scalars(reader))
+    except (ValueError, IndexError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is not a readable GGUF file ({error}); it may be truncated: fetch it again"
+        ) from error
+    architecture = str(scalars.get("general.architecture", "unknown"))
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{path} has GGUF architecture {architecture!r}; allowed are "
+            f"{', '.join(ARCHITECTURES)}: use the model's safetensors folder instead"
+        )
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    return GgufHeader(path, architecture, scalars, tensors)
+
+
+def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
+    """Return the ``config.json`` of the model in a GGUF file.
+
+    ``rope_theta`` is written beside ``rope_parameters``, since readers older than transformers 5
+    know only the first.
+
+    Raises:
+        ValueError: A size is missing, or the file has a rope variant that is not supported.
+    """
+    model_type, class_name = _MODEL_TYPES[header.architecture]
+    hidden = int(header.number("embedding_length"))
+    head_dim = int(header.number("attention.key_length", _rope_width(header, hidden)))
+    if _rope_width(header, head_dim * header.heads) != head_dim:
+        raise ValueError(f"{header.path} rotates only a part of each head, which is not supported")
+    config = {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "vocab_size": int(header.tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden,
+        "intermediate_size": int(header.number("feed_forward_length")),
+        "num_hidden_layers": int(header.number("block_count")),
+        "num_attention_heads": header.heads,
+        "num_key_value_heads": header.kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": int(header.number("context_length")),
+        "rms_norm_eps": shortest_float32(header.number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": shortest_float32(header.number("rope.freq_base", 10_000.0)),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        **_special_ids(header),
+    }
+    rope = _rope_parameters(header, config)
+    if header.architecture == "gemma3":
+        return {**config, **_gemma3_config(header, config, rope)}
+    return {**config, "hidden_act": "silu", "rope_parameters": rope}
+
+
+def shortest_float32(value: float) -> float:
+    """Return the shortest decimal that is the same float32.
+
+    >>> shortest_float32(9.999999747378752e-06)
+    1e-05
+    """
+    return float(str(np.float32(value)))
+
+
+def _scalars(reader: Any) -> Iterator[tuple[str, Any]]:
+    from gguf import GGUFValueType
+
+    for name, entry in reader.fields.items():
+        # Arrays are the vocabulary and the merges: large, slow to decode, and not needed here.
+        if entry.types and entry.types[0] != GGUFValueType.ARRAY:
+            yield name, entry.contents()
+
+
+def _rope_width(header: GgufHeader, total: int) -> int:
+    return int(header.number("rope.dimension_count", total // header.heads))
+
+
+def _special_ids(header: GgufHeader) -> dict[str, Any]:
+    ids = {"bos": "bos_token_id", "padding": "pad_token_id"}
+    found = {name: header.scalars.get(f"tokenizer.ggml.{kind}_token_id") for kind, name in ids.items()}
+    ends = list(header.end_ids)
+    found["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    return found
+
+
+def _rope_parameters(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    kind = header.scalars.get(f"{header.architecture}.rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise ValueError(f"{header.path} has rope scaling {kind!r}; allowed are linear, yarn")
+    if "rope_freqs.weight" in header.tensors:
+        parameters.update(_llama3_scaling(header, config))
+    elif kind != "none":
+        parameters["rope_type"] = kind
+        parameters["factor"] = shortest_float32(header.number("rope.scaling.factor"))
+        if kind == "yarn":
+            original = header.number("rope.scaling.original_context_length")
+            parameters["original_max_position_embeddings"] = int(original)
+    return parameters
+
+
+def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
+    stored = np.asarray(header.tensors["rope_freqs.weight"].data, dtype=np.float64)
+    width = config["head_dim"]
+    wavelength = 2 * math.pi * config["rope_theta"] ** (np.arange(0, width, 2) / width)
+    low, high = _LLAMA3_SCALING["low_freq_factor"], _LLAMA3_SCALING["high_freq_factor"]
+    turns = _LLAMA3_SCALING["original_max_position_embeddings"] / wavelength
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    factor = float(stored.max())
+    expected = 1 / ((1 - blend) / factor + blend)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
+        raise ValueError(
+            f"{header.path} has rope frequency factors that are not Llama 3's; use the model's "
+            "safetensors folder instead"
+        )
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3_SCALING}
+
+
+def _gemma3_config(header: GgufHeader, config: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    kinds = ["sliding_attention" if (layer + 1) % _GEMMA3_PATTERN else "full_attention" for layer in range(layers)]
+    # Queries are scaled by the head width, but in the 27B model (62 layers) by hidden / heads.
+    width = config["hidden_size"] // header.heads if layers == 62 else config["head_dim"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width,
+        "sliding_window": int(header.number("attention.sliding_window")),
+        "layer_types": kinds,
+        "rope_local_base_freq": _GEMMA3_LOCAL_THETA,
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": _GEMMA3_LOCAL_THETA},
+        },
+    }
