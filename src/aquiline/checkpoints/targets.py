@@ -1,0 +1,276 @@
+"""From what a user names to a folder with a target's weights, and a fingerprint of that target."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aquiline.checkpoints.cache_folder import build_once, cache_root
+from aquiline.checkpoints.embedded import EMBEDDED, fetch_embedded
+from aquiline.checkpoints.gguf_target import LAYOUT, write_target_from_gguf
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_INDEX_NAME = "model.safetensors.index.json"
+# What the fingerprint takes from the config, and how many pieces of how many bytes from a tensor.
+_CONFIG_ESSENTIALS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_SAMPLES, _SAMPLE_BYTES = 8, 64
+
+
+def resolve_target(name: str | Path, report: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of the target that ``name`` means, fetching or converting it if need be.
+
+    Tried in this order: an alias of an embedded model (``smollm2``, ``gemma3-270m``), a folder or
+    a GGUF file that exists, a hub id (``organisation/name``). A folder that is named like an alias
+    is reached as ``./smollm2``. A hub model that is complete in the local hub cache is taken from
+    there without asking the network.
+
+    Args:
+        name: Alias, path or hub id.
+        report: Called with one line of text before each slow part.
+
+    Returns:
+        A folder with ``config.json`` and safetensors weights.
+
+    Raises:
+        ValueError: Unknown name, a folder that is no target, a corrupt file, a GGUF architecture
+            that is not allowed.
+        RuntimeError: The download failed.
+    """
+    text = str(name)
+    if isinstance(name, str) and name in EMBEDDED:
+        return fetch_embedded(name, report)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        check_target_folder(path)
+        return path
+    if path.is_file():
+        return _from_file(path, report)
+    if _HUB_ID.fullmatch(text) and not text.endswith(".gguf"):
+        return _from_hub(text)
+    raise ValueError(
+        f"unknown target {text!r}: no file or folder of that name; give an alias "
+        f"({', '.join(EMBEDDED)}), a model folder, a GGUF file, or a hub id (organisation/name)"
+    )
+
+
+def check_target_folder(folder: Path) -> None:
+    """Check that a folder holds a target: a config, and weights that are whole.
+
+    Only the headers of the weight files are read.
+
+    Raises:
+        ValueError: What is missing or broken, and the remedy.
+    """
+    config = _read_config(folder)
+    architecture = str((config.get("architectures") or ["?"])[0])
+    if "eagle" in architecture.lower():
+        raise ValueError(f"{folder} holds a draft head ({architecture}), not a target; give it as the draft")
+    for file in weight_files(folder):
+        _tensor_entries(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder, in the order of their names.
+
+    Raises:
+        ValueError: There are none, or a shard that the index names is missing.
+    """
+    index = folder / _INDEX_NAME
+    if index.is_file():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        files = [folder / Path(name).name for name in names]
+    else:
+        files = [folder / "model.safetensors"]
+    missing = [file.name for file in files if not file.is_file()]
+    if files and not missing:
+        return files
+    if any(folder.glob("*.bin")):
+        raise ValueError(
+            f"{folder} has its weights as pickled .bin files only; convert them once with "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ValueError(
+        f"{folder} lacks {', '.join(missing) or 'weights'}; a target folder has config.json and "
+        "model.safetensors (or an index and all its shards): fetch it again"
+    )
+
+
+def target_fingerprint(folder: Path) -> str:
+    """Return a short hash that differs between targets that a draft head cannot share.
+
+    It covers the sizes in the config, a fixed sample of every weight tensor (so that a fine-tuned
+    model differs from its stock model), and the vocabulary. Saving the same model again with
+    transformers does not change it; another dtype or another vocabulary does. It reads about
+    500 bytes a tensor, and the tokenizer file.
+
+    Args:
+        folder: As ``resolve_target`` returns it.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        ValueError: As ``check_target_folder``.
+    """
+    config = _read_config(folder)
+    digest = hashlib.sha256()
+    digest.update(_canonical({key: config.get(key) for key in _CONFIG_ESSENTIALS}))
+    tied = config.get("tie_word_embeddings") is True
+    entries = [entry for file in weight_files(folder) for entry in _tensor_entries(file)]
+    for name, file, offset, facts in sorted(entries, key=lambda entry: entry[0]):
+        # A tied head may or may not have been saved beside the embedding.
+        if tied and name == "lm_head.weight":
+            continue
+        digest.update(_canonical([name, facts["dtype"], facts["shape"]]))
+        digest.update(_sample(file, offset, facts["data_offsets"]))
+    digest.update(_vocabulary_hash(folder))
+    return digest.hexdigest()
+
+
+def _from_file(path: Path, report: Callable[[str], None] | None) -> Path:
+    if path.suffix != ".gguf":
+        raise ValueError(f"{path} is not a target; of single files only .gguf is read: give its folder")
+    sha256 = _file_hash(path, report)
+
+    def build(folder: Path) -> None:
+        if report is not None:
+            report(f"dequantising {path.name}")
+        write_target_from_gguf(path, folder)
+
+    stamp = {"target": "gguf", "gguf_sha256": sha256, "layout": LAYOUT}
+    return build_once(cache_root() / "gguf" / sha256[:32], stamp, build)
+
+
+def _file_hash(path: Path, report: Callable[[str], None] | None) -> str:
+    """Return the sha256 of a file, remembered by its path, size and time of change."""
+    status = path.stat()
+    place = str(path.resolve())
+    state = [place, status.st_size, status.st_mtime_ns]
+    memory = cache_root() / "gguf" / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
+    try:
+        known = json.loads(memory.read_text(encoding="utf-8"))
+        if known["file"] == state:
+            return str(known["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if report is not None:
+        report(f"hashing {path.name}")
+    with path.open("rb") as stream:
+        sha256 = _stream_hash(stream)
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    memory.write_text(json.dumps({"file": state, "sha256": sha256}), encoding="utf-8")
+    return sha256
+
+
+def _stream_hash(stream: Any) -> str:
+    digest = hashlib.sha256()
+    while chunk := stream.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+        check_target_folder(cached)
+        return cached
+    except (OSError, ValueError, EntryNotFoundError):
+        pass  # Not cached, or only a part of it.
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError, EntryNotFoundError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RuntimeError(
+            f"could not get {name!r}: there is no such folder here, no complete copy in the hub "
+            f"cache, and the hub said: {reason}; check the spelling and the network, log in if the "
+            f"model is gated, or take an alias ({', '.join(EMBEDDED)})"
+        ) from error
+    check_target_folder(folder)
+    return folder
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if file.is_file():
+        return _read_json(file)
+    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+    if ggufs:
+        raise ValueError(f"{folder} has no config.json but {ggufs[0]}; give the file {folder / ggufs[0]}")
+    raise ValueError(f"{folder} has no config.json; a target folder has config.json and safetensors weights")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is not readable JSON ({error}); fetch it again") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{file} holds a {type(document).__name__}, expected an object")
+    return document
+
+
+def _tensor_entries(file: Path) -> list[tuple[str, Path, int, dict[str, Any]]]:
+    """List ``(name, file, start of the data, header entry)`` of a safetensors file.
+
+    Raises:
+        ValueError: The header is broken, or the file is shorter or longer than it says.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > size - 8:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = max((facts["data_offsets"][1] for facts in header.values()), default=0)
+        if 8 + length + end != size:
+            raise ValueError(f"{size} bytes, but the header says {8 + length + end}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not a whole safetensors file ({error}); fetch it again") from error
+    return [(name, file, 8 + length, facts) for name, facts in header.items()]
+
+
+def _sample(file: Path, start: int, data_offsets: tuple[int, int]) -> bytes:
+    """Return a few short pieces of a tensor's bytes, evenly spread from its start to its end."""
+    first, last = data_offsets
+    room = max(last - first - _SAMPLE_BYTES, 0)
+    pieces = []
+    with file.open("rb") as stream:
+        for piece in range(_SAMPLES):
+            stream.seek(start + first + room * piece // (_SAMPLES - 1))
+            pieces.append(stream.read(min(_SAMPLE_BYTES, last - first)))
+    return b"".join(pieces)
+
+
+def _vocabulary_hash(folder: Path) -> bytes:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        document = _read_json(file)
+        vocabulary = document.get("model", {}).get("vocab")
+        added = [[token.get("id"), token.get("content")] for token in document.get("added_tokens", [])]
+        return hashlib.sha256(_canonical([vocabulary, added])).digest()
+    # Tokenizers without that file keep the vocabulary in one of these.
+    digest = hashlib.sha256()
+    for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    return digest.digest()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
