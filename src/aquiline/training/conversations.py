@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeAlias
 
 CUT = "cut off mid-record"
 MALFORMED = "malformed JSON"
@@ -27,6 +27,9 @@ BAD_TEXT = "invalid Unicode"
 
 LEADING_DROPPED = "leading assistant turn dropped"
 TRAILING_DROPPED = "trailing user turn dropped"
+
+_Bytes: TypeAlias = "io.BufferedReader | gzip.GzipFile"
+_UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
 
 _ROLE_NAMES = {
     "human": "user",
@@ -130,13 +133,17 @@ def _records(source: str | Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate(_arrow_rows(path, magic), 1)
         elif magic[:2] == b"\x1f\x8b":
             with gzip.open(raw) as unzipped:
-                yield from _json_records(path, io.BufferedReader(unzipped, 1 << 20))  # type: ignore[type-var]
+                yield from _json_records(path, unzipped)
         else:
             yield from _json_records(path, raw)
 
 
-def _json_records(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
-    head = stream.peek(1 << 16)  # type: ignore[attr-defined]
+def _json_records(path: Path, stream: _Bytes) -> Iterator[tuple[int, Any]]:
+    try:
+        head = stream.peek(1 << 16)
+    except _UNZIP_ERRORS as error:
+        yield 1, _Unusable(CUT, _one_line(error))
+        return
     bom = head.startswith(b"\xef\xbb\xbf")
     if bom:
         stream.read(3)
@@ -156,30 +163,40 @@ def _json_records(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
         )
 
 
-def _streamed(stream: IO[bytes], prefix: str) -> Iterator[tuple[int, Any]]:
+class _Stepwise:
+    """Hands a stream on as it comes, so that an error in it does not swallow what came before."""
+
+    def __init__(self, stream: _Bytes) -> None:
+        self._stream = stream
+        self.ended = False
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read1(size)
+        self.ended = size > 0 and not data
+        return data
+
+
+def _streamed(stream: _Bytes, prefix: str) -> Iterator[tuple[int, Any]]:
     import ijson
 
     index = 0
+    stepwise = _Stepwise(stream)
     try:
-        for record in ijson.items(stream, prefix, multiple_values=prefix == ""):
+        for record in ijson.items(stepwise, prefix, multiple_values=prefix == ""):
             index += 1
             yield index, record
-    except (ijson.IncompleteJSONError, EOFError, zlib.error) as error:
-        yield index + 1, _cut_or_malformed(error, f"after {index} whole records")
+    except _UNZIP_ERRORS as error:
+        yield index + 1, _Unusable(CUT, f"after {index} whole records: {_one_line(error)}")
     except ijson.JSONError as error:
-        detail = f"{_one_line(error)}; what follows record {index} was not read"
-        yield index + 1, _Unusable(MALFORMED, detail)
+        # The parser complains at once of what is wrong, and only at the end of what is missing.
+        if stepwise.ended:
+            yield index + 1, _Unusable(CUT, f"after {index} whole records")
+        else:
+            detail = f"{_one_line(error)}; what follows record {index} was not read"
+            yield index + 1, _Unusable(MALFORMED, detail)
 
 
-def _cut_or_malformed(error: Exception, detail: str) -> _Unusable:
-    # ijson's C parser raises the same class for a lexical error as for a premature end.
-    if "lexical error" in str(error) or "parse error:" in str(error):
-        if "premature EOF" not in str(error):
-            return _Unusable(MALFORMED, f"{_one_line(error)}; stopped {detail}")
-    return _Unusable(CUT, detail)
-
-
-def _json_lines(stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
+def _json_lines(stream: _Bytes) -> Iterator[tuple[int, Any]]:
     index = 0
     try:
         for index, line in enumerate(stream, 1):
@@ -191,7 +208,7 @@ def _json_lines(stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
                 # Only the last line can lack its newline: the file was cut there.
                 reason = MALFORMED if line.endswith(b"\n") else CUT
                 yield index, _Unusable(reason, _one_line(error))
-    except (EOFError, zlib.error) as error:
+    except _UNZIP_ERRORS as error:
         yield index + 1, _Unusable(CUT, f"after {index} whole lines: {_one_line(error)}")
 
 
@@ -227,9 +244,7 @@ def _dataset_rows(name: str) -> Iterator[dict[str, Any]]:
     try:
         rows = load_dataset(dataset, config, split=split, streaming=True)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"dataset {name!r} cannot be loaded: {_one_line(error)}; {remedy}"
-        ) from error
+        raise ValueError(f"dataset {name!r} cannot be loaded: {_one_line(error)}; {remedy}") from error
     yield from rows
 
 
@@ -268,9 +283,7 @@ def _turns(record: Mapping[str, Any]) -> list[Message]:
             question = f"{question}\n\n{extra}"
         return [Message("user", question), Message("assistant", _text(record["output"], 2))]
     keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-    raise _Unusable(
-        NO_CONVERSATION, f"no 'messages', 'conversations' or 'instruction' + 'output'; keys: {keys}"
-    )
+    raise _Unusable(NO_CONVERSATION, f"no 'messages', 'conversations' or 'instruction' + 'output'; keys: {keys}")
 
 
 def _message(turn: object, number: int) -> Message:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,18 +20,19 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from aquiline.training.conversations import Conversation, Message, Refusal, read_conversations
+from aquiline.training.conversations import Conversation, Refusal, read_conversations
 from aquiline.training.dataset import (
     FORMAT,
     SplitCounts,
     SplitWriter,
     TokenisedConversation,
     TrainingSet,
+    appearing_whole,
     open_training_set,
 )
-from aquiline.training.masks import ChatRenderer, NotFound, Rendered
+from aquiline.training.identity import conversation_id, in_validation
+from aquiline.training.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
 
 __all__ = [
     "PrepareReport",
@@ -47,12 +46,13 @@ __all__ = [
 ]
 
 NOT_VERBATIM = "assistant turn not found verbatim"
+SPECIAL_TOKEN = "special token in the text"
 TOO_LONG = "longer than max_length"
 NOTHING_LEFT = "no assistant token within max_length"
 TRUNCATED = "truncated to max_length"
 
 _BATCH_RECORDS = 256
-_BATCH_CHARACTERS = 2_000_000
+_BATCH_CHARACTERS = 500_000
 _KEPT_REFUSALS = 20
 
 
@@ -187,7 +187,7 @@ def prepare(
             **{name: version(name) for name in ("transformers", "tokenizers", "pyarrow")},
         },
     }
-    with _appearing_whole(output) as partial:
+    with appearing_whole(output) as partial:
         manifest["counts"] = _write(names, tokenizer, renderer, settings, partial, progress)
         text = json.dumps(manifest, indent=2, ensure_ascii=False)
         (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
@@ -225,54 +225,13 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()
 
 
-def conversation_id(messages: Sequence[Message]) -> str:
-    """16 hex digits that depend on the roles and contents alone."""
-    return _digest([[m.role, m.content] for m in messages])[:16]
-
-
-def in_validation(messages: Sequence[Message], fraction: float) -> bool:
-    """Whether a conversation is held out, by a hash of its first user turn."""
-    first = next(m.content.strip() for m in messages if m.role == "user")
-    return int(_digest(first)[:16], 16) < fraction * 2**64
-
-
-def assistant_tokens(
-    offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.bool_]:
-    """Carry character spans over to tokens.
-
-    A token belongs to a span if they share a character. Tokens are taken as one run from the
-    first to the last, so that bytes of one character and white space that some tokenizers
-    leave out of their offsets are not lost.
-
-    Args:
-        offsets: (T, 2) half-open character range of each token, not decreasing.
-        spans: half-open character ranges.
-
-    Returns:
-        (T,) bool.
-    """
-    mask = np.zeros(len(offsets), dtype=np.bool_)
-    for start, end in spans:
-        first = np.searchsorted(offsets[:, 1], start, side="right")
-        last = np.searchsorted(offsets[:, 0], end, side="left")
-        mask[first:last] = True
-    return mask
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
 def _check(settings: _Settings) -> None:
     if settings.max_length < 8:
         raise ValueError(f"max_length is {settings.max_length}; allowed are 8 tokens or more")
     if settings.overlong not in ("truncate", "drop"):
         raise ValueError(f"overlong is {settings.overlong!r}; allowed: 'truncate', 'drop'")
     if not 0 <= settings.validation_fraction < 1:
-        raise ValueError(
-            f"validation_fraction is {settings.validation_fraction}; allowed: 0 ≤ fraction < 1"
-        )
+        raise ValueError(f"validation_fraction is {settings.validation_fraction}; allowed: 0 ≤ fraction < 1")
     if settings.limit is not None and settings.limit < 1:
         raise ValueError(f"limit is {settings.limit}; allowed are 1 or more, or None for all")
 
@@ -281,9 +240,11 @@ def _describe(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     if not path.exists():
         return {"name": str(source)}
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _write(
@@ -324,19 +285,23 @@ def _write(
     }
 
 
-def _rendered(
-    names: Iterable[str | Path], renderer: ChatRenderer, tally: _Tally
-) -> Iterator[_Ready]:
+def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: _Tally) -> Iterator[_Ready]:
     for name in names:
         for item in read_conversations(name):
             tally.records += 1
             if isinstance(item, Refusal):
                 tally.refuse(item)
                 continue
+            where = item.source, item.index
+            # It would become the token itself: a turn that ends early or opens another.
+            special = renderer.special_token_in(item.messages)
+            if special:
+                tally.refuse(Refusal(*where, SPECIAL_TOKEN, special))
+                continue
             try:
                 rendered = renderer.render(item.messages)
             except NotFound as error:
-                tally.refuse(Refusal(item.source, item.index, NOT_VERBATIM, str(error)))
+                tally.refuse(Refusal(*where, NOT_VERBATIM, str(error)))
                 continue
             tally.adjusted.update(item.adjusted)
             yield _Ready(item, rendered)
@@ -347,10 +312,8 @@ def _tokenised(
 ) -> Iterator[tuple[Conversation, TokenisedConversation]]:
     for batch in _batches(ready):
         texts = [item.rendered.text for item in batch]
-        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        for item, ids, offsets in zip(
-            batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
-        ):
+        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for item, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             refused = _example(item, ids, offsets, settings, tally)
             if isinstance(refused, Refusal):
                 tally.refuse(refused)
@@ -369,7 +332,7 @@ def _example(
     length = settings.max_length
     if len(ids) > length and settings.overlong == "drop":
         return Refusal(*where, TOO_LONG, f"{len(ids)} tokens, max_length {length}")
-    mask = assistant_tokens(np.array(offsets[:length], dtype=np.int64), item.rendered.spans)
+    mask = assistant_tokens(np.array(offsets[:length], dtype=np.int64), item.rendered)
     if not mask.any():
         return Refusal(*where, NOTHING_LEFT, f"the first answer begins after token {length}")
     if len(ids) > length:
@@ -393,29 +356,6 @@ def _batches(ready: Iterable[_Ready]) -> Iterator[list[_Ready]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-@contextlib.contextmanager
-def _appearing_whole(output: Path) -> Iterator[Path]:
-    """A folder beside ``output`` that takes its place when the block ends without an error."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        for path in partial.iterdir():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-        if output.exists():
-            old = output.parent / f".{output.name}.replaced-{os.getpid()}"
-            output.rename(old)
-            partial.rename(output)
-            shutil.rmtree(old)
-        else:
-            partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

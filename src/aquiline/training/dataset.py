@@ -8,8 +8,11 @@ was made from, with hashes, versions, settings and counts).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -165,9 +168,7 @@ def open_training_set(
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no training set ({error}); make one with `prepare`") from error
     if manifest.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} has the format {manifest.get('format')!r}; allowed: {FORMAT!r}; prepare it anew"
-        )
+        raise ValueError(f"{path} has the format {manifest.get('format')!r}; allowed: {FORMAT!r}; prepare it anew")
     if tokenizer_hash is not None and manifest["tokenizer_hash"] != tokenizer_hash:
         raise ValueError(
             f"{path} was prepared for another tokenizer (hash "
@@ -175,9 +176,7 @@ def open_training_set(
             "mean other tokens; prepare the conversations again with this target"
         )
     batches = _map(path / f"{split}.arrow")
-    lengths = [
-        batch["input_ids"].value_lengths().to_numpy(zero_copy_only=False) for batch in batches
-    ]
+    lengths = [batch["input_ids"].value_lengths().to_numpy(zero_copy_only=False) for batch in batches]
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])[:-1]
     all_lengths = np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, np.int64)
     expected = manifest["counts"][split]["conversations"]
@@ -187,6 +186,29 @@ def open_training_set(
             f"says {expected}; prepare it anew"
         )
     return TrainingSet(path, split, manifest, all_lengths, batches, tuple(starts.tolist()))
+
+
+@contextlib.contextmanager
+def appearing_whole(output: Path) -> Iterator[Path]:
+    """A folder beside ``output`` that takes its place when the block ends without an error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for path in partial.iterdir():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+        if output.exists():
+            old = output.parent / f".{output.name}.replaced-{os.getpid()}"
+            output.rename(old)
+            partial.rename(output)
+            shutil.rmtree(old)
+        else:
+            partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _map(path: Path) -> tuple[pa.RecordBatch, ...]:

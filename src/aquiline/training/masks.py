@@ -14,11 +14,13 @@ and the conversation is refused instead of guessed.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from aquiline.training.conversations import Message
 
@@ -64,9 +66,19 @@ class ChatRenderer:
         self.template: str = template
         self._tokenizer = tokenizer
         self._scaffolds: dict[tuple[str, ...], list[str | int]] = {}
-        tokens = sorted((t for t in tokenizer.all_special_tokens if t), key=len, reverse=True)
-        added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self.special_tokens = frozenset([*tokens, *added])
+        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        special.update(token for token in tokenizer.all_special_tokens if token)
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len)[::-1])) or "(?!)")
+        # A token that opens the next turn ends none, unless one token does both.
+        self._begins = tokenizer.bos_token if tokenizer.bos_token != tokenizer.eos_token else None
+
+    def special_token_in(self, messages: Sequence[Message]) -> str | None:
+        """The first special token that a content spells out, with its turn, or None."""
+        for number, message in enumerate(messages, 1):
+            found = self._special.search(message.content)
+            if found:
+                return f"turn {number} ({message.role}) contains {found[0]!r}"
+        return None
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Render and locate every assistant turn.
@@ -128,48 +140,72 @@ class ChatRenderer:
         complete = len(places) == sum(m.role == "assistant" for m in messages)
         return [places[i] for i in sorted(places)] if complete and position == len(text) else None
 
-    def _by_generation_prompt(
-        self, text: str, messages: Sequence[Message]
-    ) -> list[tuple[int, int]]:
+    def _by_generation_prompt(self, text: str, messages: Sequence[Message]) -> list[tuple[int, int]]:
         places = []
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
             prompt = self._apply(messages[:index], prompt=True)
-            found = [
-                content
-                for content in _trimmings(message.content)
-                if text.startswith(content, len(prompt))
-            ]
+            found = [content for content in _trimmings(message.content) if text.startswith(content, len(prompt))]
             if not text.startswith(prompt) or not found:
                 raise NotFound(f"turn {index + 1} is not verbatim in the rendered conversation")
             places.append((len(prompt), len(prompt) + len(found[0])))
         return places
 
     def _end_of_turn(self, text: str, content_end: int) -> int:
-        """End of the end-of-turn token that follows a content (white space may stand between)."""
-        start = content_end + len(text[content_end:]) - len(text[content_end:].lstrip())
-        longest = max(
-            (t for t in self.special_tokens if text.startswith(t, start)), key=len, default=""
-        )
-        if longest:
-            return start + len(longest)
-        marker = self._literal_end
-        if not text.startswith(marker, content_end):
-            raise NotFound("no end-of-turn token follows an assistant turn")
+        """End of the end-of-turn token after a content (white space may stand between)."""
+        start = content_end
+        while start < len(text) and text[start].isspace():
+            start += 1
+        special = self._special.match(text, start)
+        if special and special[0] != self._begins:
+            return special.end()
+        marker = self._literal_end()
+        if not marker or not text.startswith(marker, content_end):
+            raise NotFound("the chat template puts no end-of-turn token after an answer")
         return content_end + len(marker)
 
-    @property
     def _literal_end(self) -> str:
         """What follows an answer both at the end and before a next turn, e.g. ``</s>``."""
-        turn = (Message("user", ""), Message("assistant", ""))
-        last = str(self._scaffold(turn)[-1])
-        pieces = self._scaffold(turn * 2)
-        middle = str(pieces[pieces.index(1) + 1])
-        marker = os.path.commonprefix([last, middle]).rstrip()
-        if not marker:
-            raise NotFound("the chat template puts no end-of-turn token after an answer")
-        return marker
+        pair = (Message("user", ""), Message("assistant", ""))
+        last = str(self._scaffold(pair)[-1])
+        longer = self._scaffold(pair * 2)
+        middle = str(longer[longer.index(1) + 1])
+        same = 0
+        while same < min(len(last), len(middle)) and last[same] == middle[same]:
+            same += 1
+        return last[:same].rstrip()
+
+
+def assistant_tokens(offsets: npt.NDArray[np.int64], rendered: Rendered) -> npt.NDArray[np.bool_]:
+    """Carry the assistant's character spans over to tokens.
+
+    A token is the assistant's if it shares a character with a span. The first one may begin
+    with spaces that stand before the span (vocabularies put a word's space into its token),
+    but not with other text of the template: a newline that closes the header and melted into
+    white space of the answer is given to the model, not asked of it. Each span's tokens are
+    one run, so that those without offsets of their own (bytes of one character, white space
+    in some vocabularies) are not lost.
+
+    Args:
+        offsets: (T, 2) half-open character range of each token, not decreasing.
+        rendered: the text and its spans.
+
+    Returns:
+        (T,) bool.
+    """
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    for start, end in rendered.spans:
+        spaces = start
+        while spaces and rendered.text[spaces - 1] == " ":
+            spaces -= 1
+        first = max(
+            np.searchsorted(offsets[:, 1], start, side="right"),
+            np.searchsorted(offsets[:, 0], spaces, side="left"),
+        )
+        last = np.searchsorted(offsets[:, 0], end, side="left")
+        mask[first:last] = True
+    return mask
 
 
 def _trimmings(content: str) -> Iterator[str]:
