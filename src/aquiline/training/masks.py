@@ -80,8 +80,13 @@ class ChatRenderer:
                 return f"turn {number} ({message.role}) contains {found[0]!r}"
         return None
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
+    def render(self, messages: Sequence[Message], finished: bool = True) -> Rendered:
         """Render and locate every assistant turn.
+
+        Args:
+            messages: the conversation.
+            finished: false if the last answer was cut off; the text then ends with it, for
+                what the template would put after it is not what its author said next.
 
         Raises:
             NotFound: a turn is not there verbatim (white space at its ends aside, which many
@@ -91,8 +96,11 @@ class ChatRenderer:
         places = self._by_scaffold(text, messages)
         if places is None:
             places = self._by_generation_prompt(text, messages)
-        spans = tuple((start, self._end_of_turn(text, end)) for start, end in places)
-        return Rendered(text, spans)
+        spans = [(start, self._end_of_turn(text, end)) for start, end in places]
+        if not finished:
+            spans[-1] = places[-1]
+            text = text[: places[-1][1]]
+        return Rendered(text, tuple(spans))
 
     def _apply(self, messages: Sequence[Message], prompt: bool = False) -> str:
         from jinja2 import TemplateError
