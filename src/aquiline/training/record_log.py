@@ -1,0 +1,81 @@
+"""An append-only file of JSON records that a kill at any moment cannot spoil."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class RecordLog:
+    """JSON lines, each with an ``id``, written whole by one system call each.
+
+    Opening an existing file keeps every line that ends in a newline and cuts off a last one
+    that does not: the only trace that a kill or a full disk can leave. Threads may share it.
+
+    Args:
+        path: the file; made if it is not there.
+
+    Raises:
+        ValueError: a line is no JSON object with an ``id``; nothing was changed then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ids: set[str] = set()
+        whole = 0
+        if path.exists():
+            for line in _whole_lines(path):
+                self.ids.add(_id(path, line, len(self.ids) + 1))
+                whole += len(line)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._file, whole)
+        self._size = whole
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> RecordLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record; it is on the disk when this returns.
+
+        Raises:
+            OSError: it could not be written whole; what was written of it is taken back.
+        """
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        with self._lock:
+            try:
+                written = os.write(self._file, line)
+                if written < len(line):
+                    raise OSError(f"{self.path}: only {written} of {len(line)} bytes were written")
+                os.fsync(self._file)
+            except OSError:
+                os.ftruncate(self._file, self._size)
+                raise
+            self._size += len(line)
+            self.ids.add(record["id"])
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        for line in stream:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _id(path: Path, line: bytes, number: int) -> str:
+    try:
+        record = json.loads(line)
+        found = record["id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number} is no record of an earlier run ({type(error).__name__}); "
+            "repair or remove the line, or choose another output"
+        ) from error
+    return str(found)

@@ -1,0 +1,57 @@
+"""What is asked of a target when it answers in somebody's place, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from aquiline.training.conversations import Message
+
+
+@dataclass(frozen=True)
+class ReplySampling:
+    """How one request is answered.
+
+    Attributes:
+        temperature: ≥ 0; 0 is greedy.
+        top_p: in (0, 1].
+        max_new_tokens: token budget of one answer, ≥ 1.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; allowed: 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; allowed: 0 < top_p ≤ 1")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; allowed: 1 or more")
+
+
+@dataclass(frozen=True)
+class ReplyRequest:
+    """A history that ends with a user turn, and the seed for its answer (63 bits)."""
+
+    messages: tuple[Message, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer; ``finished`` is false if the token budget cut it off.
+
+    ``refused`` is why this request gets no answer, such as a history longer than the context;
+    trouble that is not this request's own is an exception instead.
+    """
+
+    text: str
+    finished: bool = True
+    refused: str | None = None
+
+
+Complete: TypeAlias = Callable[[Sequence[ReplyRequest], ReplySampling], Sequence[Reply]]
+"""Answers requests, in order. Called from several threads if ``in_flight`` > 1."""
