@@ -1,0 +1,117 @@
+"""Settings of a training run, checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "total_positions")
+"""Settings that a resumed run may change without becoming another run."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A training run.
+
+    Attributes:
+        target: folder of the target (config.json, model.safetensors).
+        data: training sets made by `prepare`.
+        output: folder for checkpoints, metrics and the head.
+        kind: "eagle3" or "eagle" (EAGLE-1/2).
+        data_weights: share of positions of each training set; empty: by their size.
+        decay_weights: shares while the learning rate decays; empty: as `data_weights`.
+        validation: training sets whose validation split is measured; empty: all of `data`.
+        init: head to start from; None starts from the target's own layer and LM head.
+        features: folder that keeps the target's features; None computes them each time.
+        limit_conversations: for each set, use only so many (0: all), to repeat cached features.
+        layers: feature layers of an EAGLE-3 head; None: 2, n/2, n-3.
+        draft_vocab_size: ids that an EAGLE-3 head drafts; the vocabulary of `init` wins.
+        ttt_steps: unrolled steps; for EAGLE-1, more than 1 is HASS-style.
+        step_decay: weight of step i is step_decay ** i.
+        max_length: conversations are cut to so many tokens.
+        batch_positions: positions of an optimiser step.
+        micro_positions: positions that go through the network together.
+        pack: lay conversations behind one another with a block mask instead of padding.
+        lr: AdamW's learning rate.
+        muon_lr: Muon's learning rate for matrices; 0 uses AdamW alone.
+        weight_decay: AdamW's.
+        clip: bound on the gradient's norm.
+        total_positions: length of the run, decay included.
+        warmup_positions: learning rate rises over so many.
+        decay_share: part of the run, at its end, in which the rate falls to 0. A file
+            ``decay`` in the output folder begins the decay at once: its content is the
+            positions to go, or nothing for `decay_share` of what was seen.
+        save_minutes: checkpoint interval.
+        validate_positions: validation interval.
+        log_steps: metrics interval in optimiser steps.
+        seed: order of the data and noise.
+    """
+
+    target: str
+    data: tuple[str, ...]
+    output: str
+    kind: str = "eagle3"
+    data_weights: tuple[float, ...] = ()
+    decay_weights: tuple[float, ...] = ()
+    validation: tuple[str, ...] = ()
+    init: str | None = None
+    features: str | None = None
+    limit_conversations: tuple[int, ...] = ()
+    layers: tuple[int, ...] | None = None
+    draft_vocab_size: int = 8192
+    ttt_steps: int = 4
+    step_decay: float = 0.8
+    max_length: int = 512
+    batch_positions: int = 6144
+    micro_positions: int = 1024
+    pack: bool = False
+    lr: float = 1e-3
+    muon_lr: float = 0.02
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    total_positions: int = 3_000_000
+    warmup_positions: int = 100_000
+    decay_share: float = 0.3
+    save_minutes: float = 4.0
+    validate_positions: int = 200_000
+    log_steps: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("eagle3", "eagle"):
+            raise ValueError(f"kind {self.kind!r} is not known; allowed: eagle3, eagle")
+        if not self.data:
+            raise ValueError("no training data given; make a set with `prepare`")
+        for name in ("data_weights", "decay_weights"):
+            weights = getattr(self, name)
+            if weights and (len(weights) != len(self.data) or min(weights) < 0 or not sum(weights)):
+                raise ValueError(
+                    f"{name} {weights} must give a share ≥ 0 for each of {len(self.data)} data sets"
+                )
+        for name in ("ttt_steps", "batch_positions", "micro_positions", "total_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_length < 3:
+            raise ValueError(f"max_length is {self.max_length}; it must be at least 3")
+        if not 0 <= self.decay_share <= 1:
+            raise ValueError(f"decay_share is {self.decay_share}; allowed: 0 … 1")
+
+
+def settings_record(settings: TrainSettings) -> dict[str, Any]:
+    """Settings as JSON-able values."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(settings).items()
+    }
+
+
+def changed_settings(settings: TrainSettings, saved: Mapping[str, Any]) -> list[str]:
+    """Names what a resumed run would change, as "name: old → new"; harmless changes left out."""
+    now = settings_record(settings)
+    return [
+        f"{name}: {saved.get(name)!r} → {now[name]!r}"
+        for name in now
+        if name not in MAY_CHANGE and saved.get(name) != now[name]
+    ]

@@ -1,0 +1,127 @@
+"""Which conversations make up which optimiser step: a deterministic, resumable mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aquiline.training.dataset import TrainingSet
+
+
+@dataclass(eq=False)
+class Mixture:
+    """Endless shuffled conversations of several training sets, mixed by shares of positions.
+
+    Attributes:
+        sets: the training sets.
+        weights: share of the positions that each should make up; any positive scale.
+        max_length: conversations are cut to this many tokens.
+        seed: decides the order.
+        limit: for each set, use only so many conversations (0: all); a repeated subset is what
+            makes cached features pay.
+        cursors: per set, conversations taken so far over all epochs.
+        drawn: per set, positions taken since the weights were last set.
+    """
+
+    sets: Sequence[TrainingSet]
+    weights: Sequence[float]
+    max_length: int
+    seed: int
+    limit: Sequence[int] = ()
+    cursors: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+    _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cursors = self.cursors or [0] * len(self.sets)
+        self.drawn = self.drawn or [0] * len(self.sets)
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Changes the mixture from here on."""
+        self.weights, self.drawn = list(weights), [0] * len(self.sets)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on exactly here."""
+        return {
+            "cursors": list(self.cursors),
+            "drawn": list(self.drawn),
+            "weights": list(self.weights),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken."""
+        self.cursors, self.drawn = list(state["cursors"]), list(state["drawn"])
+        self.weights = list(state["weights"])
+
+    def next_batch(self, positions: int) -> list[tuple[int, int]]:
+        """Takes conversations, as (set, index), until they hold at least `positions` positions."""
+        batch: list[tuple[int, int]] = []
+        total = 0
+        while total < positions:
+            source = self._poorest()
+            index = self._next(source)
+            length = min(int(self.sets[source].lengths[index]), self.max_length)
+            batch.append((source, index))
+            self.drawn[source] += length
+            total += length
+        return batch
+
+    def _poorest(self) -> int:
+        """The set that is furthest below its share."""
+        return min(
+            (i for i in range(len(self.sets)) if self.weights[i] > 0),
+            key=lambda i: self.drawn[i] / self.weights[i],
+        )
+
+    def _next(self, source: int) -> int:
+        size = self._size(source)
+        epoch, place = divmod(self.cursors[source], size)
+        self.cursors[source] += 1
+        if (source, epoch) not in self._orders:
+            self._orders = {k: v for k, v in self._orders.items() if k[0] != source}
+            subset = self._shuffled(len(self.sets[source]), source, 0)[:size]
+            order = self._shuffled(size, source, epoch + 1)
+            self._orders[source, epoch] = [subset[i] for i in order]
+        return self._orders[source, epoch][place]
+
+    def _size(self, source: int) -> int:
+        size = len(self.sets[source])
+        limit = self.limit[source] if self.limit else 0
+        return min(size, limit) if limit else size
+
+    def _shuffled(self, size: int, source: int, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(
+            (self.seed * 1_000_003 + source) * 1_000_003 + epoch
+        )
+        order: list[int] = torch.randperm(size, generator=generator).tolist()
+        return order
+
+
+def micro_batches(
+    lengths: Sequence[int], positions: int, *, pack: bool = False
+) -> list[list[int]]:
+    """Splits a batch into groups that go through the network together.
+
+    Similar lengths go together, so that padding stays small: a group of k conversations
+    occupies k · longest positions (packed: the sum of its lengths), at most `positions`
+    unless it is a single conversation.
+
+    Args:
+        lengths: length of each conversation.
+        positions: bound on a group.
+        pack: the group is one row, conversation after conversation.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups:
+            group = groups[-1]
+            widest = lengths[group[0]]
+            occupied = sum(lengths[j] for j in group) if pack else widest * len(group)
+            if occupied + (lengths[i] if pack else widest) <= positions:
+                group.append(i)
+                continue
+        groups.append([i])
+    return groups
