@@ -29,7 +29,11 @@ class ChatServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                length = int(self.headers["Content-Length"])
+                sent = self.rfile.read(length)
+                if len(sent) < length:
+                    return  # the client was killed while it asked
+                body = json.loads(sent)
                 server.bodies.append(body)
                 server.headers.append({"path": self.path, **dict(self.headers)})
                 status, said = answer(body)

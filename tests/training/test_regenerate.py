@@ -342,7 +342,8 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
         asked = len(server.bodies)
         gate.release(1000)
         report = regenerate(source, output, Endpoint(server.url, "any"), in_flight=4)
-    assert report.already == len(done) >= 10
+    assert report.already == len(done)
+    assert 4 <= len(done) < 60
     assert output.read_bytes().startswith(kept)
     assert Counter(said(record)[0] for record in records(output)) == {f"question {i}.0": 1 for i in range(60)}
     assert all(len(record["messages"]) == 4 for record in records(output))
