@@ -1,13 +1,6 @@
-"""Fixtures that tests of every part share."""
+"""Settings for all tests."""
 
-from pathlib import Path
+import torch
 
-import pytest
-
-from aquiline.checkpoints.embedded import fetch_embedded
-
-
-@pytest.fixture(scope="session")
-def smollm2_folder() -> Path:
-    """The real default target. Fetched if need be: a test that wants it fails without it."""
-    return fetch_embedded("smollm2")
+# Tiny models gain nothing from threads, and on a busy machine spinning threads cost tenfold.
+torch.set_num_threads(1)

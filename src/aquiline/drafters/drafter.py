@@ -1,0 +1,68 @@
+"""What the decoding loop asks of a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aquiline.targets.target import Feature
+from aquiline.tree import DraftTree
+
+
+class Drafter(Protocol):
+    """Fills draft trees. Holds no request's state itself: that is in what `new_state` returns."""
+
+    features: tuple[Feature, ...]
+    """Target features that `extend` needs; empty for token-only drafters."""
+
+    def new_state(self, rows: int, capacity: int) -> Any:
+        """Allocates state for `rows` row slots of `capacity` positions."""
+        ...
+
+    def extend(
+        self,
+        tokens: Tensor,
+        features: Tensor | None,
+        num_new: Sequence[int],
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: Any,
+    ) -> None:
+        """Takes in newly committed positions (prefill chunks, chat turns, steps).
+
+        Args:
+            tokens: (B, T) int64; ``tokens[:, i]`` is the token *after* the position of
+                ``features[:, i]`` (EAGLE's one-step shift).
+            features: (B, T, F) target features, or None if `features` is empty.
+            num_new: per row, how many of the T are real.
+            prefixes: per row, all tokens up to and including the last real one; token-only
+                drafters read these and may ignore `tokens`.
+            rows: B row slots.
+            state: mutated.
+        """
+        ...
+
+    def propose(
+        self,
+        root: Tensor,
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: Any,
+        max_depth: int | None = None,
+    ) -> DraftTree:
+        """Builds one tree per row below its root.
+
+        Args:
+            root: (B,) int64 last emitted tokens, already taken in by `extend`.
+            prefixes: per row, all tokens up to and including the root.
+            rows: B row slots.
+            state: may be mutated.
+            max_depth: deepest level worth drafting, from the remaining budget; ≥ 0.
+        """
+        ...
+
+    def reset(self, row: int, length: int, state: Any) -> None:
+        """Forgets all but the first `length` tokens of a row (0 frees the slot)."""
+        ...

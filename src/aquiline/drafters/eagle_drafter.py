@@ -1,0 +1,315 @@
+"""EAGLE-1, EAGLE-2 and EAGLE-3 as drafters: a draft network times a tree policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from aquiline import tree as trees
+from aquiline.cache import KVCache, commit, truncate
+from aquiline.drafters.eagle import DraftHead, EagleNetwork, forward_network, new_draft_cache
+from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy, best_nodes
+from aquiline.targets.rope import RotaryTable
+from aquiline.targets.target import Target
+from aquiline.tree import DraftTree
+
+
+@dataclass(eq=False)
+class EagleState:
+    """What an `EagleDrafter` keeps per row.
+
+    Attributes:
+        cache: the head's own keys and values, from the target's features only.
+        hidden: (rows, H) feedback at the last ingested position.
+        logits: (rows, Vd) draft logits there.
+        pending: per row, ingested but not yet forwarded pieces (tokens (n,), features (n, F)).
+    """
+
+    cache: KVCache
+    hidden: Tensor
+    logits: Tensor
+    pending: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Pool:
+    """Candidate nodes of one row in the order in which they were made, parents first."""
+
+    tokens: list[int]
+    parents: list[int]  # index into the pool, -1 for the root
+    scores: list[float]
+
+
+class EagleDrafter:
+    """Drafts with an EAGLE head.
+
+    Keys and values of accepted tokens are always computed from the target's features: what the
+    head wrote while it drafted lies beyond the committed length and is overwritten.
+
+    Args:
+        head: the draft head.
+        target: gives embeddings, and for EAGLE-1/2 the LM head.
+        policy: the shape of the trees.
+    """
+
+    def __init__(self, head: DraftHead, target: Target, policy: TreePolicy) -> None:
+        self.head, self.target, self.policy = head, target, policy
+        self.features = head.config.features
+        weight = head.network.fc.weight
+        self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
+
+    def new_state(self, rows: int, capacity: int) -> EagleState:
+        """Allocates the drafter's state for `rows` rows of `capacity` positions."""
+        network, config = self.head.network, self.head.config
+        weight = network.fc.weight
+        limit = self.target.shape.max_positions
+        return EagleState(
+            cache=new_draft_cache(network, rows, capacity, limit),
+            hidden=torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device),
+            logits=torch.zeros(rows, config.draft_vocab_size, device=weight.device),
+            pending=[[] for _ in range(rows)],
+        )
+
+    def extend(
+        self,
+        tokens: Tensor,
+        features: Tensor | None,
+        num_new: Sequence[int],
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: EagleState,
+    ) -> None:
+        """See `Drafter.extend`; the network runs on the new positions at the next `propose`."""
+        assert features is not None, "an EAGLE head needs the target's features"
+        for i, (row, count) in enumerate(zip(rows, num_new, strict=True)):
+            if count:
+                # A copy: `features` may be a view into a buffer that the next forward reuses.
+                state.pending[row].append((tokens[i, :count].clone(), features[i, :count].clone()))
+
+    def reset(self, row: int, length: int, state: EagleState) -> None:
+        """See `Drafter.reset`. `length` tokens are length - 1 rows of (feature, next token)."""
+        if length > 0:
+            self._flush([row], state)
+        state.pending[row].clear()
+        truncate(state.cache, row, min(max(length - 1, 0), int(state.cache.lengths[row])))
+
+    def propose(
+        self,
+        root: Tensor,
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: EagleState,
+        max_depth: int | None = None,
+    ) -> DraftTree:
+        """See `Drafter.propose`; first ingests what is pending."""
+        self._flush(rows, state)
+        depth = self.policy.depth if max_depth is None else min(self.policy.depth, max_depth)
+        if depth < 1:
+            return trees.root_only(root)
+        if isinstance(self.policy, StaticTree):
+            return self._static(root, rows, state, [path for path in self.policy.paths if len(path) <= depth])
+        return self._dynamic(root, rows, state, _fitted(self.policy, depth))
+
+    # -- ingesting --------------------------------------------------------------------------
+
+    def _flush(self, rows: Sequence[int], state: EagleState) -> None:
+        """Runs the network on what `extend` took in."""
+        waiting = [row for row in rows if state.pending[row]]
+        if not waiting:
+            return
+        pieces = [
+            (torch.cat([t for t, _ in state.pending[r]]), torch.cat([f for _, f in state.pending[r]])) for r in waiting
+        ]
+        counts = [len(tokens) for tokens, _ in pieces]
+        width = max(counts)
+        if len(pieces) == 1:
+            tokens, features = pieces[0][0][None], pieces[0][1][None]
+        else:
+            tokens = torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) for t, _ in pieces])
+            features = torch.stack([torch.nn.functional.pad(f, (0, 0, 0, width - len(f))) for _, f in pieces])
+        starts = state.cache.lengths[waiting].to(tokens.device)
+        positions = starts[:, None] + torch.arange(width, device=tokens.device)
+        network = self.head.network
+        dtype = network.fc.weight.dtype
+        fused = network.fuse(features.to(dtype))
+        stream = self._forward(tokens, fused, positions, None, state.cache, waiting)
+        last = torch.tensor(counts, device=tokens.device) - 1
+        at_last = stream[torch.arange(len(waiting), device=tokens.device), last]
+        state.hidden[waiting] = network.feedback(at_last)
+        state.logits[waiting] = self._logits(at_last).float()
+        for row, count in zip(waiting, counts, strict=True):
+            commit(state.cache, torch.arange(count)[None], [row])
+            state.pending[row].clear()
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        offset: int = 0,
+    ) -> Tensor:
+        if self.head.embedding is not None:
+            embedded = torch.nn.functional.embedding(tokens, self.head.embedding)
+        else:
+            embedded = self.target.embed(tokens).to(hidden.dtype)
+        return forward_network(
+            self.head.network, embedded, hidden, positions, ancestors, cache, rows, self._rotary, offset
+        )
+
+    def _logits(self, stream: Tensor) -> Tensor:
+        network = self.head.network
+        if isinstance(network, EagleNetwork):
+            return self.target.project(stream.to(self.target.dtype))
+        return network.logits(stream)
+
+    def _target_ids(self, draft_ids: Tensor) -> Tensor:
+        mapping = self.head.draft_to_target
+        return draft_ids if mapping is None else mapping[draft_ids]
+
+    # -- trees ------------------------------------------------------------------------------
+
+    def _dynamic(self, root: Tensor, rows: Sequence[int], state: EagleState, policy: DynamicTree) -> DraftTree:
+        """EAGLE-2: expand the best `top_k` nodes of each level, then rerank the whole pool."""
+        k, limit = policy.top_k, policy.num_nodes - 1
+        floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
+        scores, tokens = self._candidates(state.logits[rows], k)  # (B, k) each
+        pools = [_Pool(t, [-1] * len(t), s) for t, s in zip(tokens.tolist(), scores.tolist(), strict=True)]
+        level = _Level(tokens, state.hidden[rows][:, None].expand(-1, k, -1), _eye(len(rows), k, root.device), 0)
+        indices = [list(range(k)) for _ in rows]  # pool index of each node of the level
+        for depth in range(1, policy.depth):
+            if _settled(pools, [max(s) for s in scores.tolist()], limit, floor):
+                break
+            stream = self._feed(level, depth, rows, state)
+            child_scores, child_tokens = self._candidates(self._logits(stream), k)
+            joint = (scores[:, :, None] + child_scores).flatten(1)  # (B, width * k)
+            child_tokens = child_tokens.flatten(1)
+            base = len(pools[0].tokens)
+            for pool, t, s, parents in zip(pools, child_tokens.tolist(), joint.tolist(), indices, strict=True):
+                pool.tokens += t
+                pool.scores += s
+                pool.parents += [parent for parent in parents for _ in range(k)]
+            picked = joint.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            scores = joint.gather(1, picked)
+            level = level.below(child_tokens.gather(1, picked), self.head.network.feedback(stream), picked // k)
+            indices = (base + picked).tolist()
+        return _assemble(root, pools, limit, floor)
+
+    def _static(
+        self, root: Tensor, rows: Sequence[int], state: EagleState, paths: Sequence[tuple[int, ...]]
+    ) -> DraftTree:
+        """EAGLE-1: the tokens of given ranks below given parents."""
+        batch, index = len(rows), {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
+        parents = [-1] + [index[path[:-1]] for path in paths]
+        tokens = root[:, None].repeat(1, len(index))
+        joint = torch.zeros(batch, len(index), device=root.device)
+        logits, feedback, level = state.logits[rows][:, None], state.hidden[rows][:, None], None
+        inner: list[tuple[int, ...]] = [()]
+        for depth in range(1, max(len(path) for path in paths) + 1):
+            here = [path for path in paths if len(path) == depth]
+            scores, candidates = self._candidates(logits, 1 + max(path[-1] for path in here))
+            for path in here:
+                node, slot = index[path], inner.index(path[:-1])
+                tokens[:, node] = candidates[:, slot, path[-1]]
+                joint[:, node] = joint[:, index[path[:-1]]] + scores[:, slot, path[-1]]
+            before, inner = inner, [path for path in here if any(other[:-1] == path for other in paths)]
+            if not inner:
+                break
+            fed = tokens[:, [index[path] for path in inner]]
+            if level is None:
+                level = _Level(fed, feedback.expand(-1, len(inner), -1), _eye(batch, len(inner), root.device), 0)
+            else:
+                above = torch.tensor([before.index(path[:-1]) for path in inner], device=root.device)
+                level = level.below(fed, feedback, above.expand(batch, -1))
+            stream = self._feed(level, depth, rows, state)
+            logits, feedback = self._logits(stream), self.head.network.feedback(stream)
+        return DraftTree(
+            tokens=tokens,
+            parents=torch.tensor(parents, device=root.device).expand(batch, -1),
+            num_nodes=torch.full((batch,), len(index), device=root.device),
+            log_probs=joint,
+        )
+
+    def _feed(self, level: _Level, depth: int, rows: Sequence[int], state: EagleState) -> Tensor:
+        """Runs one level of the tree, (B, W) nodes at `depth`, through the network: (B, W, H)."""
+        width = level.tokens.shape[1]
+        starts = state.cache.lengths[list(rows)].to(level.tokens.device)
+        positions = (starts + depth - 1)[:, None].expand(-1, width)
+        # A chain sees all that lies before it, which needs no mask.
+        visible = None if width == 1 and level.visible.shape[2] == depth else level.visible
+        return self._forward(level.tokens, level.hidden, positions, visible, state.cache, rows, level.offset)
+
+    def _candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest (log-probability float32, target id) of each node."""
+        logits = logits.float()
+        values, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
+        return values - logits.logsumexp(-1, keepdim=True), self._target_ids(ids)
+
+
+def _fitted(policy: Chain | DynamicTree, depth: int) -> DynamicTree:
+    """The policy cut to `depth`; a chain is a dynamic tree of one candidate a level."""
+    if isinstance(policy, Chain):
+        return DynamicTree(depth + 1, depth, 1, policy.min_prob)
+    room = 1 + policy.top_k + (depth - 1) * policy.top_k**2
+    return replace(policy, depth=depth, num_nodes=min(policy.num_nodes, room))
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """Nodes of one level on their way through the network.
+
+    Attributes:
+        tokens: (B, W) int64.
+        hidden: (B, W, H) feedback of their parents.
+        visible: (B, W, offset + W) bool over the slots of all levels fed so far and this one.
+        offset: slots of the levels before.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    visible: Tensor
+    offset: int
+
+    def below(self, tokens: Tensor, feedback: Tensor, parents: Tensor) -> _Level:
+        """The next level: `parents` (B, W') index this level's nodes, `feedback` (B, W, H) is theirs."""
+        width = tokens.shape[1]
+        inherited = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.shape[2]))
+        return _Level(
+            tokens=tokens,
+            hidden=feedback.gather(1, parents[:, :, None].expand(-1, -1, feedback.shape[2])),
+            visible=torch.cat((inherited, _eye(len(tokens), width, tokens.device)), dim=2),
+            offset=self.offset + self.tokens.shape[1],
+        )
+
+
+def _eye(batch: int, width: int, device: torch.device) -> Tensor:
+    return torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
+
+
+def _settled(pools: Sequence[_Pool], best: Sequence[float], limit: int, floor: float) -> bool:
+    """True if no child of the level could be kept: each would score at most its parent's score."""
+    for pool, score in zip(pools, best, strict=True):
+        if score < floor:
+            continue
+        if len(pool.scores) < limit or sorted(pool.scores, reverse=True)[limit - 1] < score:
+            return False
+    return True
+
+
+def _assemble(root: Tensor, pools: Sequence[_Pool], limit: int, floor: float) -> DraftTree:
+    """Reranks each row's pool and packs the best nodes under the root."""
+    rows, scores = [], []
+    for token, pool in zip(root.tolist(), pools, strict=True):
+        kept = best_nodes(pool.scores, limit, floor)
+        index = {-1: 0} | {old: new + 1 for new, old in enumerate(kept)}
+        rows.append(([token] + [pool.tokens[i] for i in kept], [-1] + [index[pool.parents[i]] for i in kept]))
+        scores.append([0.0] + [pool.scores[i] for i in kept])
+    tree = trees.from_lists(rows, root.device)
+    padded = [s + [-math.inf] * (tree.size - len(s)) for s in scores]
+    return replace(tree, log_probs=torch.tensor(padded, device=root.device))

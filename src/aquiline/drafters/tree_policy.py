@@ -1,0 +1,118 @@
+"""Which nodes a feature drafter puts into its tree: chain, static, dynamic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
+    *((i,) for i in range(4)),
+    *((0, i) for i in range(3)),
+    *((1, i) for i in range(2)),
+    *((2, i) for i in range(2)),
+    (3, 0),
+    *((0, 0, i) for i in range(3)),
+    *((0, 1, i) for i in range(2)),
+    *((0, 2, i) for i in range(2)),
+    (1, 0, 0),
+    *((0, 0, 0, i) for i in range(3)),
+    *((0, 0, 0, 0, i) for i in range(2)),
+)
+"""EAGLE-1's 25 nodes (arXiv 2401.15077, Fig. 9): (0, 2) is the third candidate of the best token."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of the likeliest tokens.
+
+    Attributes:
+        depth: drafts, ≥ 1.
+        min_prob: stop before a node whose joint probability is below this, in [0, 1).
+    """
+
+    depth: int = 5
+    min_prob: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise ValueError(f"chain depth is {self.depth}; allowed: ≥ 1 (draft=None decodes without drafts)")
+        _check_min_prob(self.min_prob)
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A fixed tree of candidate ranks (EAGLE-1, Medusa).
+
+    Attributes:
+        paths: one tuple of ranks per node; every proper prefix of a path must be a path.
+    """
+
+    paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
+
+    def __post_init__(self) -> None:
+        paths = [tuple(path) for path in self.paths]
+        known = set(paths)
+        if not paths or len(known) != len(paths):
+            raise ValueError("a static tree needs at least one path and no path twice")
+        for path in paths:
+            if not path or min(path) < 0:
+                raise ValueError(f"tree path {path} is not valid; allowed: ranks ≥ 0, at least one")
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"tree path {path} lacks its parent {path[:-1]}; add it")
+        # Shallower first: a node's index must exceed its parent's.
+        object.__setattr__(self, "paths", tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return max(len(path) for path in self.paths)
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's context-aware tree: expand by joint probability, then keep the best nodes.
+
+    Attributes:
+        num_nodes: most nodes including the root, ≥ 2.
+        depth: levels below the root, ≥ 1.
+        top_k: candidates of each expanded node, and nodes expanded on each level, ≥ 1.
+        min_prob: leave out nodes whose joint probability is below this, in [0, 1); 0 keeps
+            the tree full. A node pays only if its probability exceeds its share of the cost.
+
+    Source: EAGLE-2 (arXiv 2406.16858 §4); differs: float32 scores, ties go to the shallower node.
+    """
+
+    num_nodes: int = 60
+    depth: int = 6
+    top_k: int = 10
+    min_prob: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_nodes", 2), ("depth", 1), ("top_k", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: ≥ {least}")
+        _check_min_prob(self.min_prob)
+        room = 1 + self.top_k + (self.depth - 1) * self.top_k**2
+        if self.num_nodes > room:
+            raise ValueError(
+                f"num_nodes {self.num_nodes} cannot be filled: depth {self.depth} and top_k {self.top_k} make at most "
+                f"{room} nodes; lower num_nodes or raise depth or top_k"
+            )
+
+
+TreePolicy = Chain | StaticTree | DynamicTree
+
+
+def _check_min_prob(value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"min_prob is {value}; allowed: in [0, 1)")
+
+
+def best_nodes(scores: Sequence[float], limit: int, min_score: float) -> list[int]:
+    """Indices of the `limit` best scores at or above `min_score`, in increasing order.
+
+    Equal scores prefer the lower index. If children never score above their parents and come
+    after them, the result is closed under parents.
+    """
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:limit]
+    return sorted(i for i in order if scores[i] >= min_score)

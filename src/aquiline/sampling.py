@@ -1,0 +1,229 @@
+"""Sampling settings, the processed distribution, and the draw for output position t."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""Hugging Face's form: (input_ids (1, S) int64, scores (1, V) float32) → scores (1, V)."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends.
+
+    Attributes:
+        max_new_tokens: most tokens to emit, ≥ 0; never exceeded.
+        temperature: ≥ 0; 0 takes the most likely token.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of probability ≥ top_p, in (0, 1].
+        min_p: drop tokens below min_p times the largest probability, in [0, 1).
+        seed: seed of the request, or None for a fresh one. The draw for output position t
+            depends only on (seed, t, the processed distribution).
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens that
+            occur in the prompt or the output (Hugging Face's rule); 1 is off.
+        presence_penalty: subtracted from tokens that occur in the output (OpenAI's rule).
+        frequency_penalty: subtracted once for each occurrence in the output.
+        logit_bias: token id → added to its logit.
+        min_new_tokens: no end-of-sequence token before this many were emitted.
+        stop: strings that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output, besides the model's own.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        logprobs: None, or how many alternatives to report beside each emitted token's
+            log-probability (float32, before temperature and processors).
+        n: outputs per prompt, ≥ 1.
+        logits_processors: Hugging Face processors, run on visited nodes only, in order, with
+            that node's own prefix.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "an integer ≥ 0")
+        _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "an integer ≥ 0")
+        finite = math.isfinite(self.temperature) and self.temperature >= 0
+        _check("temperature", self.temperature, finite, "a finite number ≥ 0 (0 is greedy)")
+        _check("top_k", self.top_k, self.top_k >= 0, "an integer ≥ 0 (0 is off)")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1] (1 is off)")
+        _check("min_p", self.min_p, 0 <= self.min_p < 1, "in [0, 1) (0 is off)")
+        penalty = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
+        _check("repetition_penalty", self.repetition_penalty, penalty, "a finite number > 0 (1 is off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), math.isfinite(getattr(self, name)), "a finite number (0 is off)")
+        _check("n", self.n, self.n >= 1, "an integer ≥ 1")
+        _check("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or an integer ≥ 0")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _check("stop", self.stop, all(self.stop), "non-empty strings")
+        for name in ("stop", "stop_token_ids", "logits_processors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def plain_greedy(self) -> bool:
+        """True if the next token is the arg-max of the raw logits, whatever the prefix."""
+        return self.temperature == 0 and not self.has_processors
+
+    @property
+    def has_processors(self) -> bool:
+        """True if logits change before the temperature is applied."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_new_tokens
+            or self.logits_processors
+        )
+
+
+def _check(name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def processed_logits(
+    logits: Tensor,
+    params: SamplingParams,
+    prefix: Sequence[int],
+    prompt_length: int,
+    end_ids: Sequence[int] = (),
+) -> Tensor:
+    """Applies penalties, bias, the minimum length and user processors, in this order.
+
+    Args:
+        logits: (V,) float32 of one node; not changed.
+        params: settings.
+        prefix: all tokens before this one, prompt and output.
+        prompt_length: how many of them are the prompt.
+        end_ids: end tokens, barred while fewer than `min_new_tokens` were emitted.
+
+    Returns:
+        (V,) float32.
+    """
+    if not params.has_processors:
+        return logits
+    scores = logits.clone()
+    if params.repetition_penalty != 1 and prefix:
+        seen = torch.tensor(sorted(set(prefix)), device=scores.device)
+        old = scores[seen]
+        scores[seen] = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
+    output = prefix[prompt_length:]
+    if (params.presence_penalty or params.frequency_penalty) and output:
+        ids, counts = torch.tensor(output, device=scores.device).unique(return_counts=True)
+        scores[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
+    if len(output) < params.min_new_tokens and end_ids:
+        scores[list(end_ids)] = -torch.inf
+    for processor in params.logits_processors:
+        ids = torch.tensor([list(prefix)], dtype=torch.int64, device=scores.device)
+        scores = processor(ids, scores[None])[0]
+    return scores
+
+
+def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, then top-k, top-p, min-p (Hugging Face's order), then softmax.
+
+    Args:
+        scores: (…, V) processed logits.
+        params: settings with temperature > 0.
+
+    Returns:
+        (…, V) float32 probabilities.
+    """
+    scores = scores.float() / params.temperature
+    if 0 < params.top_k < scores.shape[-1]:
+        kth = scores.topk(params.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        drop = before >= params.top_p  # the most likely token has 0 before it and stays
+        scores = scores.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+    if params.min_p > 0:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return scores.softmax(-1)
+
+
+def draw(probs: Tensor, seed: int, position: int) -> int:
+    """Draws the token of output position `position`; the same for the same arguments.
+
+    An exponential race: token v finishes at E_v / p_v with E_v standard exponential, and the
+    first one wins with probability p_v. Unlike inverting the cumulative sum, a rounding
+    difference in one probability cannot move the outcome between unrelated tokens.
+
+    Args:
+        probs: (V,) probabilities.
+        seed: of the request.
+        position: t ≥ 0, index of the emitted token.
+    """
+    generator = torch.Generator().manual_seed(_mix(seed, position))
+    times = torch.empty(probs.shape[-1]).exponential_(generator=generator)
+    return int((probs / times.clamp_(min=torch.finfo(torch.float32).tiny).to(probs.device)).argmax())
+
+
+def uniform(seed: int, position: int) -> float:
+    """A uniform number in [0, 1) for output position `position`, independent of `draw`'s."""
+    # The complement of the seed keys another stream than `draw` uses.
+    return float(torch.rand((), generator=torch.Generator().manual_seed(_mix(~seed, position)), dtype=torch.float64))
+
+
+def _mix(seed: int, position: int) -> int:
+    """Splitmix64 of the pair: neighbouring positions and seeds get unrelated generators."""
+    mask = (1 << 64) - 1
+    x = (seed * 0x9E3779B97F4A7C15 + position + 1) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return (x ^ (x >> 31)) >> 1
+
+
+@dataclass(frozen=True, eq=False)
+class TokenChooser:
+    """Chooses the target's own token at a node, given that node's prefix.
+
+    Attributes:
+        params: settings.
+        seed: seed of the request (resolved, never None).
+        prompt_length: tokens of the prompt.
+        end_ids: end tokens that `min_new_tokens` bars.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt_length: int
+    end_ids: tuple[int, ...] = ()
+
+    def probabilities(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+        """(V,) float32 distribution that the token is drawn from (temperature > 0)."""
+        return distribution(
+            processed_logits(logits, self.params, prefix, self.prompt_length, self.end_ids), self.params
+        )
+
+    def __call__(self, logits: Tensor, prefix: Sequence[int]) -> int:
+        """Returns the token after `prefix`; logits (V,) are the target's at its last token."""
+        scores = processed_logits(logits, self.params, prefix, self.prompt_length, self.end_ids)
+        if self.params.temperature == 0:
+            return int(scores.argmax())
+        return draw(distribution(scores, self.params), self.seed, len(prefix) - self.prompt_length)

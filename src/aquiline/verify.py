@@ -1,0 +1,278 @@
+"""Verification: which drafted nodes the target accepts, and the token after them.
+
+Terms: a node is *accepted* if the emitted text runs through it; `next_token` is the target's
+own token after the last accepted node. A step emits the accepted nodes and the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.sampling import TokenChooser, draw, uniform
+from aquiline.tree import DraftTree
+
+
+@dataclass(frozen=True, eq=False)
+class Acceptance:
+    """Result of verifying a batch of trees.
+
+    Attributes:
+        path: (B, A) int64 accepted node indices, root first, padded with -1.
+        num_accepted: (B,) int64 accepted drafts (the root does not count).
+        next_token: (B,) int64 the target's own token after the last accepted node.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+
+
+def pack(paths: Sequence[Sequence[int]], next_tokens: Sequence[int], device: torch.device) -> Acceptance:
+    """Builds an `Acceptance` from per-row lists."""
+    width = max(len(path) for path in paths)
+    padded = [list(path) + [-1] * (width - len(path)) for path in paths]
+    return Acceptance(
+        path=torch.tensor(padded, dtype=torch.int64),
+        num_accepted=torch.tensor([len(path) - 1 for path in paths], dtype=torch.int64),
+        next_token=torch.tensor(next_tokens, dtype=torch.int64, device=device),
+    )
+
+
+def accept(
+    tree: DraftTree,
+    logits: Tensor,
+    choosers: Sequence[TokenChooser],
+    prefixes: Sequence[Sequence[int]],
+) -> Acceptance:
+    """Walks each tree with the target's own tokens; exact for every tree that was not sampled.
+
+    At the root, take the target's token (arg-max or the seeded draw). While it is a child,
+    move there and take the next. This is reject-and-renormalise with q = 1: a child is entered
+    with exactly the target's probability, and otherwise the token drawn is distributed as the
+    target given that no child was hit. It needs no residual, and the draw for output position t
+    is the one that plain decoding makes.
+
+    Args:
+        tree: B trees built without randomness.
+        logits: (B, N, V) target logits at every node.
+        choosers: B choosers.
+        prefixes: B token sequences up to and including the root.
+
+    Source: EAGLE-2's verification in the reference code; differs: one draw, not one per child.
+    """
+    children = _children(tree)
+    # One arg-max for the batch; rows with processors or a temperature ask node by node.
+    greedy = logits.argmax(-1).tolist() if any(c.params.plain_greedy for c in choosers) else None
+    paths, next_tokens = [], []
+    for row, chooser in enumerate(choosers):
+        if chooser.params.plain_greedy:
+            assert greedy is not None
+            best = greedy[row]
+
+            def choose(node: int, _taken: list[int], best: list[int] = best) -> int:
+                return best[node]
+
+        else:
+            choose = _lazy_choice(chooser, logits[row], prefixes[row])
+        path, token = _walk(children[row], choose)
+        paths.append(path)
+        next_tokens.append(token)
+    return pack(paths, next_tokens, logits.device)
+
+
+def _lazy_choice(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Callable[[int, list[int]], int]:
+    def choose(node: int, taken: list[int]) -> int:
+        return chooser(logits[node], [*prefix, *taken])
+
+    return choose
+
+
+def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
+    """Per row: (parent, token) → node, candidates only."""
+    limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
+    result = []
+    for tokens, parents, limit in zip(tree.tokens.tolist(), tree.parents.tolist(), limits.tolist(), strict=True):
+        result.append({(parents[i], tokens[i]): i for i in range(limit - 1, 0, -1)})
+    return result
+
+
+def _walk(children: dict[tuple[int, int], int], choose: Callable[[int, list[int]], int]) -> tuple[list[int], int]:
+    path, taken, node = [0], [], 0
+    while True:
+        token = choose(node, taken)
+        child = children.get((node, token))
+        if child is None:
+            return path, token
+        path.append(child)
+        taken.append(token)
+        node = child
+
+
+def accept_sampled(
+    tree: DraftTree,
+    logits: Tensor,
+    choosers: Sequence[TokenChooser],
+    prefixes: Sequence[Sequence[int]],
+    generator: torch.Generator,
+) -> Acceptance:
+    """Multi-round speculative sampling for trees whose children were *drawn* from the draft.
+
+    At a node, p is the target's distribution and q the draft's. Children come in the order in
+    which they were drawn, without replacement: child x is accepted with probability
+    min(1, p(x) / q(x)); on rejection p ← norm(max(0, p − q)) and q loses x and is renormalised.
+    If all are rejected, the token is drawn from what is left of p. The result is distributed
+    exactly as the target.
+
+    Args:
+        tree: B trees with `draft_probs`; siblings in drawing order by node index.
+        logits: (B, N, V).
+        choosers: B choosers with temperature > 0.
+        prefixes: B token sequences up to and including the root.
+        generator: source of the uniform draws.
+
+    Source: EAGLE (arXiv 2401.15077) Algorithm 1; SpecInfer (arXiv 2305.09781).
+    """
+    assert tree.draft_probs is not None, "accept_sampled needs the draft's distributions"
+    paths, next_tokens = [], []
+    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+    for row, chooser in enumerate(choosers):
+        if chooser.params.temperature == 0:
+            raise ValueError("sampled drafts need temperature > 0; at temperature 0 draft without sampling")
+        path, taken, node, token = [0], list[int](), 0, -1
+        while token < 0:
+            below = [i for i in range(1, counts[row]) if parents[row][i] == node]
+            p = chooser.probabilities(logits[row, node], [*prefixes[row], *taken]).double()
+            q = tree.draft_probs[row, node].double()
+            entered, p = _rounds([tokens[row][i] for i in below], p, q, generator)
+            if entered is None:
+                token = int(torch.multinomial(p, 1, generator=generator))
+            else:
+                node = below[entered]
+                path.append(node)
+                taken.append(tokens[row][node])
+        paths.append(path)
+        next_tokens.append(token)
+    return pack(paths, next_tokens, logits.device)
+
+
+def _rounds(candidates: Sequence[int], p: Tensor, q: Tensor, generator: torch.Generator) -> tuple[int | None, Tensor]:
+    """Tries the siblings in order; returns (index of the accepted one or None, what is left of p)."""
+    for i, token in enumerate(candidates):
+        uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
+        if uniform * float(q[token]) < float(p[token]):
+            return i, p
+        left = (p - q).clamp_(min=0)
+        total = left.sum()
+        if float(total) <= 0:
+            # p equals q up to rounding: a rejection had probability 0, so p itself is the law.
+            return None, p
+        p = left / total
+        q = q.clone()
+        q[token] = 0
+        q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
+    return None, p
+
+
+@dataclass(frozen=True)
+class LossyRule:
+    """An opt-in acceptance rule that CHANGES the output distribution.
+
+    Attributes:
+        kind: "threshold" (SGLang's two thresholds) or "typical" (Medusa's).
+        single: threshold: accept a child whose target probability is at least this, in (0, 1].
+        accumulated: threshold: divides the accumulated probability in the coin test, in (0, 1].
+        epsilon: typical: upper bound of the acceptance threshold.
+        delta: typical: factor on exp(-entropy).
+    """
+
+    kind: str
+    single: float = 1.0
+    accumulated: float = 1.0
+    epsilon: float = 0.3
+    delta: float = 0.09
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("threshold", "typical"):
+            raise ValueError(f"lossy rule {self.kind!r} is not known; allowed: threshold, typical")
+        for name in ("single", "accumulated", "epsilon", "delta"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(f"{name} is {value!r}; allowed: in (0, 1]")
+
+    @property
+    def exact(self) -> bool:
+        """True for thresholds of 1, which change nothing."""
+        return self.kind == "threshold" and self.single == 1 and self.accumulated == 1
+
+
+def accept_lossy(
+    tree: DraftTree,
+    logits: Tensor,
+    choosers: Sequence[TokenChooser],
+    prefixes: Sequence[Sequence[int]],
+    rule: LossyRule,
+) -> Acceptance:
+    """Accepts more than the target would; the output distribution changes.
+
+    Threshold: one coin a node; children are tried in order and accepted when the target
+    probability accumulated over them, divided by `accumulated`, reaches the coin, or their own
+    reaches `single`; otherwise the token is drawn from what the tried children leave of p.
+    Typical: a child is accepted when its probability is at least
+    min(epsilon, delta · exp(−entropy)), the likeliest first; the token after the path is the
+    target's own.
+
+    Raises:
+        ValueError: at temperature 0, where the rules have nothing to relax.
+
+    Source: SGLang's `tree_speculative_sampling_target_only`; Medusa (arXiv 2401.10774 §2.3.1).
+    """
+    if rule.exact:
+        return accept(tree, logits, choosers, prefixes)
+    if any(chooser.params.temperature == 0 for chooser in choosers):
+        raise ValueError(
+            "temperature is 0: lossy acceptance needs temperature > 0; drop the lossy rule for greedy output"
+        )
+    paths, next_tokens = [], []
+    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+    enter = _enter_threshold if rule.kind == "threshold" else _enter_typical
+    for row, chooser in enumerate(choosers):
+        path, prefix, node = [0], list(prefixes[row]), 0
+        while True:
+            below = [(i, tokens[row][i]) for i in range(1, counts[row]) if parents[row][i] == node]
+            probs = chooser.probabilities(logits[row, node], prefix)
+            position = len(prefix) - chooser.prompt_length
+            child, left = enter(probs, below, rule, uniform(chooser.seed, position))
+            if child is None:
+                paths.append(path)
+                next_tokens.append(draw(left, chooser.seed, position))
+                break
+            path.append(child)
+            prefix.append(tokens[row][child])
+            node = child
+    return pack(paths, next_tokens, logits.device)
+
+
+def _enter_threshold(
+    probs: Tensor, below: Sequence[tuple[int, int]], rule: LossyRule, coin: float
+) -> tuple[int | None, Tensor]:
+    accumulated, left = 0.0, probs.clone()
+    for node, token in below:
+        accumulated += float(probs[token])
+        if coin < accumulated / rule.accumulated or float(probs[token]) >= rule.single:
+            return node, probs
+        left[token] = 0
+    # All of p tried and refused by rounding alone: p itself is the only law left.
+    return None, left if float(left.sum()) > 0 else probs
+
+
+def _enter_typical(
+    probs: Tensor, below: Sequence[tuple[int, int]], rule: LossyRule, coin: float
+) -> tuple[int | None, Tensor]:
+    entropy = -(probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum()
+    threshold = min(rule.epsilon, rule.delta * float(torch.exp(-entropy)))
+    allowed = [(float(probs[token]), -node) for node, token in below if float(probs[token]) >= threshold]
+    return (-max(allowed)[1] if allowed else None), probs
