@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -233,11 +235,41 @@ def test_half_exchanges_at_the_ends_are_dropped_and_said(tmp_path: Path) -> None
     ("text", "words"),
     [("", "is empty"), ("<html>", "no JSON, gzip, Parquet or Arrow"), (None, "is no file")],
 )
-def test_sources_that_are_none(text: str | None, words: str, tmp_path: Path) -> None:
+def test_sources_that_are_none(text: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     if text is not None:
         (tmp_path / "source").write_text(text)
     with pytest.raises(ValueError, match=words):
         list(read_conversations(tmp_path / "source"))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("owner/set", ("owner/set", None, "train")),
+        ("owner/set:test", ("owner/set", None, "test")),
+        ("owner/set:small:test", ("owner/set", "small", "test")),
+    ],
+)
+def test_a_dataset_is_streamed_by_name(name: str, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(path: str, config: str | None, *, split: str, streaming: bool) -> Any:
+        assert (path, config, split) == asked
+        assert streaming
+        return (as_messages(talk) for talk in TALKS)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    items = list(read_conversations(name))
+    assert contents(items) == TALKS
+    assert items[0].source == name
+
+
+def test_a_dataset_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match="cannot be loaded: no route to the hub; give a path"):
+        list(read_conversations("owner/set"))
 
 
 def test_reading_takes_constant_memory(tmp_path: Path) -> None:
@@ -380,6 +412,13 @@ def test_a_template_that_changes_the_text(source: Path, smollm2_folder: Path, tm
     upper = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
     with pytest.raises(ValueError, match=r"not verbatim|not found verbatim"):
         prepare(source, smollm2_folder, tmp_path / "set", max_length=99, chat_template=upper)
+
+
+def test_the_progress_line_counts(
+    source: Path, smollm2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(source, smollm2_folder, tmp_path / "set", max_length=99, progress=True)
+    assert "3 records, 3 kept, 0 refused" in capsys.readouterr().out
 
 
 def test_limit(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:
