@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,9 +59,7 @@ def _decoder_features(target: Decoder, tokens: Tensor, features: Sequence[Featur
             taken[i] = hidden
         rotated = target.config.rotary[i]
         attention = layer.self_attn
-        q, k, v = attention.qkv(
-            layer.input_layernorm(hidden), cos if rotated else None, sin if rotated else None
-        )
+        q, k, v = attention.qkv(layer.input_layernorm(hidden), cos if rotated else None, sin if rotated else None)
         mixed = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=attention.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
@@ -107,31 +106,38 @@ class FeatureStore:
     pending: dict[str, Tensor] = field(default_factory=dict)
     full: bool = False
     _open: dict[Path, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, key: str) -> Tensor | None:
         """Returns the (T, F) features of a conversation, or None where they are unknown."""
-        if key in self.pending:
-            return self.pending[key]
-        path = self.written.get(key)
-        if path is None:
-            return None
-        if path not in self._open:
-            from safetensors import safe_open
+        from safetensors import safe_open
 
-            self._open[path] = safe_open(path, framework="pt")
-        tensor: Tensor = self._open[path].get_tensor(key)
-        return tensor
+        with self._lock:
+            if key in self.pending:
+                return self.pending[key]
+            path = self.written.get(key)
+            if path is None:
+                return None
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            tensor: Tensor = self._open[path].get_tensor(key)
+            return tensor
 
     def put(self, key: str, features: Tensor) -> None:
         """Remembers features; writes a shard when enough are pending."""
-        if self.full:
-            return
-        self.pending[key] = features
-        if sum(t.nbytes for t in self.pending.values()) >= _SHARD_BYTES:
-            self.flush()
+        with self._lock:
+            if self.full:
+                return
+            self.pending[key] = features
+            if sum(t.nbytes for t in self.pending.values()) >= _SHARD_BYTES:
+                self._flush()
 
     def flush(self) -> None:
         """Writes what is pending, atomically; on a full disk it stops writing and says so."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         from safetensors.torch import save_file
 
         if not self.pending:

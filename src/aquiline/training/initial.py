@@ -84,9 +84,7 @@ def _start_eagle(network: EagleNetwork, target: Decoder) -> None:
         network.fc.weight.mul_(0.1)
         network.fc.weight[:, -hidden:] += torch.eye(hidden)
     state = target.layers[-1].state_dict()
-    network.layers[0].load_state_dict(
-        {k: v for k, v in state.items() if not k.startswith("input_layernorm")}
-    )
+    network.layers[0].load_state_dict({k: v for k, v in state.items() if not k.startswith("input_layernorm")})
 
 
 def draft_vocabulary(sets: Iterable[TrainingSet], size: int, vocab_size: int) -> Tensor:

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from aquiline.drafters.eagle import Eagle3Network, Network
+from aquiline.drafters.eagle import Eagle3Network, Network, build_network
 from aquiline.targets.rope import RotaryTable
 from aquiline.training.losses import restricted_probs, soft_cross_entropy
 from aquiline.training.unroll import block_mask, unroll
@@ -74,9 +72,7 @@ def counts(masks: Sequence[Tensor], steps: int) -> list[int]:
     return [sum(int(mask[2 + step :].sum()) for mask in masks) for step in range(steps)]
 
 
-def build_micro_batch(
-    examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False
-) -> MicroBatch:
+def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False) -> MicroBatch:
     """Lays conversations out as rows.
 
     Args:
@@ -128,22 +124,20 @@ class Learner(nn.Module):
     """The network being trained together with what its loss reads.
 
     Args:
-        network: float32 master weights.
+        network: float32 master weights, or a replica in the compute dtype.
         target_head: (Vd, H) rows of the target's LM head, in the compute dtype; not trained.
     """
 
     def __init__(self, network: Network, target_head: Tensor) -> None:
         super().__init__()
         self.network = network
-        self._constants = (target_head,)
-        self._rotary = RotaryTable(
-            network.config.layer.rope, target_head.dtype, target_head.device
-        )
+        self._constants = (target_head,)  # in a tuple: not a parameter, not a buffer
+        self._rotary = RotaryTable(network.config.layer.rope, target_head.dtype, target_head.device)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """dtype of activations and of the weights as used."""
-        return self._constants[0].dtype
+    def target_head(self) -> Tensor:
+        """Rows of the target's LM head; its dtype is the compute dtype."""
+        return self._constants[0]
 
     def streams(self, micro: MicroBatch) -> list[Tensor]:
         """Unrolls the network; per step (B, T, H)."""
@@ -165,15 +159,9 @@ class Learner(nn.Module):
         """Logits of a stream over the draft vocabulary; EAGLE-1 reads through the target's head."""
         if isinstance(self.network, Eagle3Network):
             return self.network.logits(stream)
-        return stream @ self._constants[0].t()
+        return stream @ self.target_head.t()
 
-    def forward(self, micro: MicroBatch, scales: Sequence[float] | None) -> Any:
-        """The loss, or without `scales` the drafts: one entry, so that weights can be swapped in."""
-        return self.draft(micro) if scales is None else self.loss(micro, scales)
-
-    def loss(
-        self, micro: MicroBatch, scales: Sequence[float]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, micro: MicroBatch, scales: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of a micro-batch.
 
         Args:
@@ -184,33 +172,40 @@ class Learner(nn.Module):
             Scalar loss; per step the summed cross-entropy and the hits (both (steps,) float32).
         """
         assert isinstance(self.network, Eagle3Network)
-        (head,) = self._constants
-        probs = restricted_probs(micro.final, head)
+        probs, best_target = restricted_probs(micro.final, self.target_head)
         picked = [
-            s.flatten(0, 1).index_select(0, rows)
-            for s, rows in zip(self.streams(micro), micro.rows, strict=True)
+            s.flatten(0, 1).index_select(0, rows) for s, rows in zip(self.streams(micro), micro.rows, strict=True)
         ]
         hidden = self.network.norm(torch.cat(picked))
-        scale = torch.cat(
-            [torch.full((len(r),), s) for r, s in zip(micro.rows, scales, strict=True)]
-        )
+        scale = torch.cat([torch.full((len(r),), s) for r, s in zip(micro.rows, scales, strict=True)])
         index = torch.cat(micro.wanted)
-        loss, rows, best = soft_cross_entropy(
-            hidden, self.network.lm_head.weight, probs, index, scale
-        )
-        hits = best == probs.argmax(-1)[index]
+        loss, rows, best = soft_cross_entropy(hidden, self.network.lm_head.weight, probs, index, scale)
+        hits = best == best_target[index]
         sizes = [len(r) for r in micro.rows]
         totals = torch.stack([part.sum() for part in rows.split(sizes)])
         right = torch.stack([part.sum() for part in hits.split(sizes)])
         return loss, totals, right.float()
 
 
-def run_learner(
+def replicate(learner: Learner) -> Learner:
+    """A copy in the compute dtype, for one worker; `refresh` brings it up to date."""
+    network = build_network(learner.network.config).to(learner.target_head)
+    replica = Learner(network, learner.target_head)
+    refresh(replica, learner)
+    return replica
+
+
+@torch.no_grad()
+def refresh(replica: Learner, learner: Learner) -> None:
+    """Copies the master weights into a replica."""
+    for mine, master in zip(replica.parameters(), learner.parameters(), strict=True):
+        mine.copy_(master)
+
+
+def gradients(
     learner: Learner, micro: MicroBatch, scales: Sequence[float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls the learner with its weights cast to the compute dtype; gradients reach the masters."""
-    cast = {
-        name: parameter.to(learner.compute_dtype) for name, parameter in learner.named_parameters()
-    }
-    result: tuple[Tensor, Tensor, Tensor] = functional_call(learner, cast, (micro, scales))
-    return result
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Loss, statistics and the gradient of each parameter, in order; see `Learner.forward`."""
+    loss, totals, hits = learner(micro, scales)
+    grads = torch.autograd.grad(loss, list(learner.parameters()), materialize_grads=True)
+    return loss.detach(), totals, hits, list(grads)

@@ -50,9 +50,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             logits = hidden[block] @ weight.t()
             for first in range(0, len(logits), _CHUNK):
                 part = slice(start + first, min(start + first + _CHUNK, start + len(logits)))
-                rows[part], best[part] = _chunk(
-                    logits[first : first + _CHUNK], probs[index[part]], scale[part], wide
-                )
+                rows[part], best[part] = _chunk(logits[first : first + _CHUNK], probs[index[part]], scale[part], wide)
             grad_hidden[block] = logits @ weight
             partial = (logits.t() @ hidden[block]).to(wide)
             grad_weight = partial if grad_weight is None else grad_weight.add_(partial)
@@ -72,9 +70,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _chunk(
-    logits: Tensor, probs: Tensor, scale: Tensor, wide: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _chunk(logits: Tensor, probs: Tensor, scale: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Overwrites `logits` by scale · (softmax − p); returns cross-entropies and best ids."""
     scores, target = logits.to(wide), probs.to(wide)
     top, best = scores.max(-1)
@@ -89,7 +85,7 @@ def _chunk(
     return mass * (top + total.log()) - expected, best
 
 
-def restricted_probs(final: Tensor, weight: Tensor) -> Tensor:
+def restricted_probs(final: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Target distribution over the draft vocabulary alone, renormalised.
 
     Args:
@@ -97,10 +93,13 @@ def restricted_probs(final: Tensor, weight: Tensor) -> Tensor:
         weight: (Vd, H) the rows of its LM head that the draft vocabulary names.
 
     Returns:
-        (M, Vd) probabilities in the dtype of `final`.
+        (M, Vd) probabilities in the dtype of `final`, and (M,) int64 the most probable ids.
     """
     probs = final @ weight.t()
+    best = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
     for first in range(0, len(probs), _CHUNK):
         part = probs[first : first + _CHUNK]
-        part.copy_(torch.softmax(part.to(torch.promote_types(part.dtype, torch.float32)), dim=-1))
-    return probs
+        wide = part.to(torch.promote_types(part.dtype, torch.float32))
+        best[first : first + _CHUNK] = wide.argmax(-1)
+        part.copy_(torch.softmax(wide, dim=-1))
+    return probs, best

@@ -81,9 +81,7 @@ def make_optimisers(
     for name, parameter in named:
         muon = muon_lr > 0 and parameter.ndim == 2 and not name.startswith("lm_head")
         (matrices if muon else rest).append(parameter)
-    result: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-    ]
+    result: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)]
     if matrices:
         result.append(Muon(matrices, muon_lr))
     return result

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "total_positions")
+MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "total_positions", "workers")
 """Settings that a resumed run may change without becoming another run."""
 
 
@@ -46,6 +46,8 @@ class TrainSettings:
         save_minutes: checkpoint interval.
         validate_positions: validation interval.
         log_steps: metrics interval in optimiser steps.
+        workers: micro-batches computed at a time, each by one thread; 0: one per core. The
+            result does not depend on it.
         seed: order of the data and noise.
     """
 
@@ -64,8 +66,8 @@ class TrainSettings:
     ttt_steps: int = 4
     step_decay: float = 0.8
     max_length: int = 512
-    batch_positions: int = 6144
-    micro_positions: int = 1024
+    batch_positions: int = 4096
+    micro_positions: int = 512
     pack: bool = False
     lr: float = 1e-3
     muon_lr: float = 0.02
@@ -77,6 +79,7 @@ class TrainSettings:
     save_minutes: float = 4.0
     validate_positions: int = 200_000
     log_steps: int = 5
+    workers: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,9 +90,7 @@ class TrainSettings:
         for name in ("data_weights", "decay_weights"):
             weights = getattr(self, name)
             if weights and (len(weights) != len(self.data) or min(weights) < 0 or not sum(weights)):
-                raise ValueError(
-                    f"{name} {weights} must give a share ≥ 0 for each of {len(self.data)} data sets"
-                )
+                raise ValueError(f"{name} {weights} must give a share ≥ 0 for each of {len(self.data)} data sets")
         for name in ("ttt_steps", "batch_positions", "micro_positions", "total_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -102,8 +103,7 @@ class TrainSettings:
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
     """Settings as JSON-able values."""
     return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in dataclasses.asdict(settings).items()
+        name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(settings).items()
     }
 
 

@@ -93,16 +93,12 @@ class Mixture:
         return min(size, limit) if limit else size
 
     def _shuffled(self, size: int, source: int, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(
-            (self.seed * 1_000_003 + source) * 1_000_003 + epoch
-        )
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + source) * 1_000_003 + epoch)
         order: list[int] = torch.randperm(size, generator=generator).tolist()
         return order
 
 
-def micro_batches(
-    lengths: Sequence[int], positions: int, *, pack: bool = False
-) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], positions: int, *, pack: bool = False) -> list[list[int]]:
     """Splits a batch into groups that go through the network together.
 
     Similar lengths go together, so that padding stays small: a group of k conversations

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,15 @@ from aquiline.training.features import (
     open_features,
 )
 from aquiline.training.initial import new_head
-from aquiline.training.learner import Example, Learner, build_micro_batch, counts, run_learner
+from aquiline.training.learner import (
+    Example,
+    Learner,
+    build_micro_batch,
+    counts,
+    gradients,
+    refresh,
+    replicate,
+)
 from aquiline.training.optim import make_optimisers, rate_factor, set_rate
 from aquiline.training.settings import TrainSettings, changed_settings, settings_record
 from aquiline.training.stream import Mixture, micro_batches
@@ -67,6 +76,9 @@ class _Run:
     optimisers: list[torch.optim.Optimizer]
     mixture: Mixture
     store: FeatureStore | None
+    replicas: list[Learner]
+    pool: ThreadPoolExecutor
+    free: list[Learner] = field(default_factory=list)
     step: int = 0
     seen: int = 0
     decay_from: int = 0
@@ -98,9 +110,7 @@ def train(settings: TrainSettings, *, resume: bool = False) -> TrainReport:
         _restore(run, output / "checkpoint.pt")
     with _signals(run):
         acceptance = _loop(run)
-    return TrainReport(
-        run.step, run.seen, time.monotonic() - run.started, acceptance, run.stopped or "finished"
-    )
+    return TrainReport(run.step, run.seen, time.monotonic() - run.started, acceptance, run.stopped or "finished")
 
 
 def keep_freed_memory() -> None:
@@ -146,16 +156,15 @@ def _start(settings: TrainSettings) -> _Run:
     store = None
     if settings.features:
         fingerprints = {str(i): s.fingerprint for i, s in enumerate(sets)}
-        stamp = feature_stamp(
-            settings.target, head.config.features, fingerprints, settings.max_length
-        )
+        stamp = feature_stamp(settings.target, head.config.features, fingerprints, settings.max_length)
         store = open_features(settings.features, stamp)
-    mixture = Mixture(
-        sets, weights, settings.max_length, settings.seed, settings.limit_conversations
-    )
+    mixture = Mixture(sets, weights, settings.max_length, settings.seed, settings.limit_conversations)
     decay = int(settings.total_positions * (1 - settings.decay_share))
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    target.rotary(torch.arange(settings.max_length), settings.max_length)  # before threads share it
     return _Run(
         settings, target, head, learner, optimisers, mixture, store,
+        [replicate(learner) for _ in range(workers)], ThreadPoolExecutor(workers),
         decay_from=decay, decay_to=settings.total_positions,
     )  # fmt: skip
 
@@ -209,33 +218,50 @@ def _watch_decay(run: _Run, output: Path) -> None:
 def _optimiser_step(run: _Run) -> tuple[float, list[float], list[float], float]:
     settings = run.settings
     chosen = run.mixture.next_batch(settings.batch_positions)
-    examples = [_example(run, source, index) for source, index in chosen]
-    counted = counts([e.mask for e in examples], settings.ttt_steps)
-    scales = [
-        settings.step_decay**i / max(1, count) for i, count in enumerate(counted)
-    ]
-    total = torch.zeros(())
-    sums = torch.zeros(2, settings.ttt_steps)
-    embedding = run.target.embed_tokens.weight
-    for group in micro_batches(
-        [len(e.tokens) for e in examples], settings.micro_positions, pack=settings.pack
-    ):
-        micro = build_micro_batch(
-            [examples[i] for i in group], embedding, settings.ttt_steps, pack=settings.pack
-        )
-        loss, entropies, hits = run_learner(run.learner, micro, scales)
-        loss.backward()
-        total += loss.detach()
+    texts = [_text(run, source, index) for source, index in chosen]
+    counted = counts([mask for _, mask in texts], settings.ttt_steps)
+    scales = [settings.step_decay**i / max(1, count) for i, count in enumerate(counted)]
+    groups = micro_batches([len(tokens) for tokens, _ in texts], settings.micro_positions, pack=settings.pack)
+    for replica in run.replicas:
+        refresh(replica, run.learner)
+    run.free = list(run.replicas)
+
+    def work(group: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        torch.set_num_threads(1)
+        examples = [_example(run, *chosen[i], *texts[i]) for i in group]
+        micro = build_micro_batch(examples, run.target.embed_tokens.weight, settings.ttt_steps, pack=settings.pack)
+        replica = run.free.pop()
+        result = gradients(replica, micro, scales)
+        run.free.append(replica)
+        return result
+
+    total, sums = torch.zeros(()), torch.zeros(2, settings.ttt_steps)
+    # In the order of the groups, whoever finishes first: the sum is the same for any workers.
+    for loss, entropies, hits, grads in run.pool.map(work, groups):
+        total += loss
         sums += torch.stack([entropies, hits])
+        for parameter, grad in zip(run.learner.parameters(), grads, strict=True):
+            if parameter.grad is None:
+                parameter.grad = grad.float()
+            else:
+                parameter.grad += grad
     norm = torch.nn.utils.clip_grad_norm_(run.learner.parameters(), settings.clip)
     if not math.isfinite(float(total)) or not math.isfinite(float(norm)):
         raise TrainingDiverged(
             f"step {run.step + 1}: loss {float(total)}, gradient norm {float(norm)}; stopped. The "
             "last checkpoint is good: resume from it with a lower learning rate"
         )
+    _update(run)
+    run.step += 1
+    run.seen += sum(len(tokens) for tokens, _ in texts)
+    means = sums / torch.tensor(counted).clamp(min=1)
+    return float(total), means[0].tolist(), means[1].tolist(), float(norm)
+
+
+def _update(run: _Run) -> None:
     factor = rate_factor(
         run.seen,
-        warmup=settings.warmup_positions,
+        warmup=run.settings.warmup_positions,
         decay_from=run.decay_from,
         decay_to=run.decay_to,
     )
@@ -243,18 +269,19 @@ def _optimiser_step(run: _Run) -> tuple[float, list[float], list[float], float]:
     for optimiser in run.optimisers:
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-    run.step += 1
-    run.seen += sum(len(e.tokens) for e in examples)
-    means = sums / torch.tensor(counted).clamp(min=1)
-    return float(total), means[0].tolist(), means[1].tolist(), float(norm)
 
 
-def _example(run: _Run, source: int, index: int) -> Example:
-    """Reads a conversation and its features, from the folder where they are known."""
-    settings = run.settings
-    row = run.mixture.sets[source][index]
-    tokens = torch.from_numpy(row.input_ids[: settings.max_length]).long()
-    mask = torch.from_numpy(row.loss_mask[: settings.max_length])
+def _text(run: _Run, source: int, index: int) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of a conversation, cut to the maximal length."""
+    row, length = run.mixture.sets[source][index], run.settings.max_length
+    return (
+        torch.from_numpy(row.input_ids[:length]).long(),
+        torch.from_numpy(row.loss_mask[:length]),
+    )
+
+
+def _example(run: _Run, source: int, index: int, tokens: Tensor, mask: Tensor) -> Example:
+    """Adds the features to a conversation, from the folder where they are known."""
     key = conversation_key(source, index)
     both = run.store.get(key) if run.store else None
     if both is None:
@@ -332,8 +359,7 @@ def _restore(run: _Run, path: Path) -> None:
     different = changed_settings(run.settings, state["settings"])
     if different:
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(different)}); "
-            "use those, or start anew in another folder"
+            f"{path} was made with other settings ({'; '.join(different)}); use those, or start anew in another folder"
         )
     run.head.network.load_state_dict(state["network"])
     for optimiser, saved in zip(run.optimisers, state["optimisers"], strict=True):

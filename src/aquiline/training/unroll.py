@@ -148,9 +148,7 @@ class _UnrolledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, queries: Tensor, scale: float, mask: Tensor | None, *pairs: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, scale: float, mask: Tensor | None, *pairs: Tensor) -> Tensor:
         keys, values = pairs[0::2], pairs[1::2]
         out, lse = _causal_forward(queries, keys[0], values[0], scale, mask)
         if len(keys) > 1:
@@ -171,9 +169,7 @@ class _UnrolledAttention(torch.autograd.Function):
         queries, out, lse, *pairs = ctx.saved_tensors
         keys, values = pairs[0::2], pairs[1::2]
         grad = grads[0]
-        grad_q, grad_k, grad_v = _causal_backward(
-            grad, queries, keys[0], values[0], out, lse, ctx.scale, ctx.mask
-        )
+        grad_q, grad_k, grad_v = _causal_backward(grad, queries, keys[0], values[0], out, lse, ctx.scale, ctx.mask)
         result = [grad_k, grad_v]
         if len(keys) > 1:
             delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -196,13 +192,9 @@ def _flash_mask(mask: Tensor | None) -> dict[str, Any]:
     return {"is_causal": True} if mask is None else {"is_causal": False, "attn_mask": mask[:, None]}
 
 
-def _causal_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     heads = q.shape[1]
-    out, lse = _FLASH(
-        q, _expand(k, heads), _expand(v, heads), 0.0, scale=scale, **_flash_mask(mask)
-    )
+    out, lse = _FLASH(q, _expand(k, heads), _expand(v, heads), 0.0, scale=scale, **_flash_mask(mask))
     return out, lse
 
 

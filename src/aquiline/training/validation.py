@@ -17,7 +17,7 @@ from torch import Tensor
 from aquiline.drafters.eagle import DraftHead
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features
-from aquiline.training.learner import Example, Learner, build_micro_batch
+from aquiline.training.learner import Example, Learner, build_micro_batch, replicate
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ def measure_acceptance(
     """
     reached, accepted = torch.zeros(steps), torch.zeros(steps)
     right, counted = torch.zeros(steps), torch.zeros(steps)
-    learner = Learner(head.network, target.lm_head.weight)
-    cast = {n: p.to(target.dtype) for n, p in learner.named_parameters()}
+    learner = replicate(Learner(head.network, target.lm_head.weight))
     hidden = head.config.target_hidden_size
     for tokens, mask in conversations:
         if len(tokens) < 3:
@@ -62,7 +61,7 @@ def measure_acceptance(
         both = compute_features(target, tokens, wanted)
         width = hidden * len(head.config.features)
         example = Example(tokens, mask, both[:, :width], both[:, -hidden:])
-        hits, valid, greedy = _hits(learner, cast, target, head, example, steps)
+        hits, valid, greedy = _hits(learner, target, head, example, steps)
         right += (hits & valid).sum(1)
         counted += valid.sum(1)
         alive = torch.ones(hits.shape[1], dtype=torch.bool)
@@ -81,7 +80,6 @@ def measure_acceptance(
 
 def _hits(
     learner: Learner,
-    cast: dict[str, Tensor],
     target: Decoder,
     head: DraftHead,
     example: Example,
@@ -90,8 +88,7 @@ def _hits(
     """Per step and row: is the draft right, does the row count, is the text greedy there."""
     rows = len(example.tokens) - 1
     micro = build_micro_batch([example], target.embed_tokens.weight, steps)
-    drafted = torch.func.functional_call(learner, cast, (micro, None))
-    best = torch.stack([d[0] for d in drafted])
+    best = torch.stack([drafted[0] for drafted in learner.draft(micro)])
     if head.draft_to_target is not None:
         best = head.draft_to_target[best]
     truth = target.project(example.final).argmax(-1)
