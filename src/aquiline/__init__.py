@@ -1,1 +1,58 @@
-"""Lossless speculative decoding: the same words, sooner."""
+"""Lossless speculative decoding: the same words, sooner.
+
+import aquiline
+
+loaded = aquiline.load("smollm2")
+print(loaded.generate("Why is the sky blue?").text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aquiline.drafters.prompt_lookup import PromptLookup
+    from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+    from aquiline.generate import GenerationOutput, StreamEvent
+    from aquiline.loading import Loaded, load
+    from aquiline.sampling import SamplingParams
+    from aquiline.stats import GenerationStats
+    from aquiline.verify import LossyRule
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load": "loading",
+    "Loaded": "loading",
+    "SamplingParams": "sampling",
+    "GenerationOutput": "generate",
+    "StreamEvent": "generate",
+    "GenerationStats": "stats",
+    "Chain": "drafters.tree_policy",
+    "StaticTree": "drafters.tree_policy",
+    "DynamicTree": "drafters.tree_policy",
+    "PromptLookup": "drafters.prompt_lookup",
+    "LossyRule": "verify",
+}
+__all__ = [
+    "Chain",
+    "DynamicTree",
+    "GenerationOutput",
+    "GenerationStats",
+    "Loaded",
+    "LossyRule",
+    "PromptLookup",
+    "SamplingParams",
+    "StaticTree",
+    "StreamEvent",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports public names on first use: `import aquiline` alone does not load PyTorch."""
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f"aquiline.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'aquiline' has no attribute {name!r}")

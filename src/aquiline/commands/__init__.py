@@ -1,0 +1,1 @@
+"""The subcommands of `aquiline`, one module each: `add(parser)` and `run(arguments)`."""

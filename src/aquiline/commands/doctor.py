@@ -1,0 +1,100 @@
+"""aquiline doctor: what this machine has, and what is slow and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    facts, advice = examine()
+    if arguments.json:
+        print(json.dumps({"facts": facts, "advice": advice}, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="this machine", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    console = Console()
+    console.print(table)
+    for line in advice:
+        console.print(f"• {line}", markup=False)
+    return 0
+
+
+def examine() -> tuple[dict[str, Any], list[str]]:
+    """Returns (facts by name, lines of advice)."""
+    import torch
+
+    from aquiline.targets.packed import packable
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **_versions("transformers", "tokenizers", "safetensors"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instructions": capability,
+        "bfloat16 matrix products": bool(bf16),
+        "packed path, bfloat16": packable(torch.bfloat16, torch.device("cpu")),
+        "packed path, float32": packable(torch.float32, torch.device("cpu")),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else False,
+        "extras": [name for name in ("accelerate", "pyarrow", "matplotlib", "llguidance") if _installed(name)],
+    }
+    return facts, _advice(facts)
+
+
+def _versions(*names: str) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _advice(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    if not facts["bfloat16 matrix products"]:
+        lines.append("no fast bfloat16 on this processor: float32 is the default, about half as fast")
+    if not facts["packed path, float32"]:
+        lines.append("no prepacked kernels in this build of PyTorch: the reference path runs, plain decoding is slower")
+    if facts["threads"] != facts["cores"]:
+        lines.append(
+            f"PyTorch uses {facts['threads']} threads of {facts['cores']} cores; set --threads or OMP_NUM_THREADS"
+        )
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > (facts["cores"] or 1) * 0.7:
+        lines.append(f"the machine is busy (load {load:.1f}): timings will be noisy; OMP_WAIT_POLICY=passive helps")
+    return lines or ["nothing stands in the way"]

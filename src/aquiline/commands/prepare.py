@@ -1,0 +1,136 @@
+"""aquiline prepare: conversations → training set, or their answers in the target's own words."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("sources", nargs="+", help="ShareGPT JSON, messages JSONL(.gz), Parquet, Arrow, dataset names")
+    parser.add_argument("--output", required=True, help="folder of the training set; a .jsonl file with --regenerate")
+    parser.add_argument("--target", default="smollm2", help="whose tokenizer and template (default: smollm2)")
+    parser.add_argument("--max-length", type=int, default=1024, help="longest conversation in tokens (default: 1024)")
+    parser.add_argument("--overlong", choices=("truncate", "drop"), default="truncate")
+    parser.add_argument("--validation", type=float, default=0.02, help="share of prompts held out (default: 0.02)")
+    parser.add_argument("--limit", type=int, help="stop after so many conversations")
+    parser.add_argument("--strict", action="store_true", help="stop at the first record that cannot be used")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    group = parser.add_argument_group("regeneration")
+    group.add_argument("--regenerate", action="store_true", help="replace the answers by the target's own words")
+    group.add_argument(
+        "--endpoint", metavar="URL", help="ask this OpenAI-compatible server instead of the local engine"
+    )
+    group.add_argument("--model", default="smollm2", help="the served model's name (with --endpoint)")
+    group.add_argument("--in-flight", type=int, default=32, help="requests at the same time (with --endpoint)")
+    group.add_argument("--rows", type=int, default=64, help="conversations answered together (local engine)")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        action="append",
+        help="0 is greedy; repeat it for an even mixture (default: 0 and 0.8)",
+    )
+    group.add_argument("--max-new-tokens", type=int, default=384, help="budget of an answer")
+    group.add_argument("--max-turns", type=int, help="answer at most so many turns of a conversation")
+    group.add_argument("--seed", type=int, default=0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    if arguments.regenerate:
+        return _regenerate(arguments)
+    if arguments.endpoint:
+        raise ValueError("--endpoint has no effect without --regenerate; add it or drop the endpoint")
+    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.training.data import prepare
+
+    report = prepare(
+        arguments.sources,
+        resolve_target(arguments.target),
+        arguments.output,
+        max_length=arguments.max_length,
+        overlong=arguments.overlong,
+        validation_fraction=arguments.validation,
+        strict=arguments.strict,
+        limit=arguments.limit,
+        overwrite=arguments.overwrite,
+        progress=not arguments.quiet,
+    )
+    print(report)
+    return 0
+
+
+def _regenerate(arguments: argparse.Namespace) -> int:
+    from aquiline.training.regenerate import regenerate
+    from aquiline.training.replies import ReplySampling
+
+    temperatures = arguments.temperature or [0.0, 0.8]
+    mixture = [(ReplySampling(t, 1.0, arguments.max_new_tokens), 1.0) for t in temperatures]
+    local = arguments.endpoint is None
+    report = regenerate(
+        arguments.sources,
+        arguments.output,
+        _local(arguments) if local else _endpoint(arguments),
+        mixture=mixture,
+        batch_size=arguments.rows if local else 1,
+        in_flight=1 if local else arguments.in_flight,
+        max_turns=arguments.max_turns,
+        limit=arguments.limit,
+        seed=arguments.seed,
+        progress=None if arguments.quiet else _show,
+    )
+    if not arguments.quiet:
+        print(file=sys.stderr)
+    print(report)
+    return 0
+
+
+def _show(counts: Counter[str]) -> None:
+    text = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+
+def _endpoint(arguments: argparse.Namespace) -> Any:
+    import os
+
+    from aquiline.training.endpoint import Endpoint
+
+    return Endpoint(arguments.endpoint, arguments.model, os.environ.get("OPENAI_API_KEY"))
+
+
+def _local(arguments: argparse.Namespace) -> Any:
+    """A `Complete` that answers with our own engine, all requests of a call in one batch."""
+    from aquiline.loading import load
+    from aquiline.sampling import SamplingParams
+    from aquiline.training.replies import Reply, ReplyRequest, ReplySampling
+
+    # Large batches are bound by arithmetic: a draft would only add to it.
+    loaded = load(arguments.target, None, max_rows=arguments.rows)
+
+    def complete(requests: Sequence[ReplyRequest], sampling: ReplySampling) -> list[Reply]:
+        from aquiline.generate import Request, encode_prompt, generate_requests
+
+        kept, prepared = [], []
+        limit = loaded.target.shape.max_positions
+        for index, request in enumerate(requests):
+            messages = [{"role": m.role, "content": m.content} for m in request.messages]
+            tokens = encode_prompt(loaded.engine, messages)
+            if len(tokens) + sampling.max_new_tokens <= limit:
+                params = SamplingParams(
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    seed=request.seed,
+                )
+                kept.append(index)
+                prepared.append(Request(tokens, params))
+        replies = [Reply("", False, f"history longer than the context of {limit} tokens") for _ in requests]
+        for index, output in zip(kept, generate_requests(loaded.engine, prepared), strict=True):
+            replies[index] = Reply(output.text, output.finish_reason != "length")
+        return replies
+
+    return complete
