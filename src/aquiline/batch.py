@@ -1,0 +1,220 @@
+"""Continuous batching: requests occupy slots, leave them when they end, and share prompts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from aquiline.cache import copy_prefix, truncate
+from aquiline.decode import PREFILL_CHUNK, StepResult, free, new_state, prefill_chunks, step
+from aquiline.drafters.drafter import Drafter
+from aquiline.emission import Emission
+from aquiline.request import Engine, StreamEvent
+
+MIN_SHARED = 8
+"""Shorter common beginnings of two prompts are computed again: copying them saves nothing."""
+
+_HEADROOM = 1024
+"""New tokens that a fresh cache has room for; it grows beyond that."""
+
+
+@dataclass(eq=False)
+class _Prefill:
+    row: int
+    emission: Emission
+    pieces: Iterator[StepResult | None]
+
+
+class Batch:
+    """Slots, the requests in them, and those that wait for one.
+
+    A slot that a request left keeps its keys and values until another request takes it: a prompt
+    that begins like the tokens of any slot, running or left, is computed from there on only.
+
+    Args:
+        engine: the engine.
+        rows: number of slots, ≥ 1.
+        capacity: positions to allocate for each; it grows where needed.
+    """
+
+    def __init__(self, engine: Engine, rows: int, capacity: int) -> None:
+        self.engine = engine
+        with engine.lock, torch.inference_mode():
+            self.state = new_state(engine.target, engine.drafter, rows, capacity)
+        self._waiting: deque[Emission] = deque()
+        self._running: dict[int, Emission] = {}
+        self._prefill: _Prefill | None = None
+        self._held: list[list[int]] = [[] for _ in range(rows)]
+        self._started: dict[int, dict[str, float]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """True while requests run or wait."""
+        return bool(self._waiting or self._running or self._prefill)
+
+    @property
+    def occupied(self) -> int:
+        """Slots that a request is in."""
+        return sum(row is not None for row in self.state.rows)
+
+    def submit(self, emission: Emission) -> None:
+        """Queues a request."""
+        self._waiting.append(emission)
+
+    def advance(self) -> list[StreamEvent]:
+        """One unit of work: up to one chunk of prompts, then one step of the running rows.
+
+        If it raises, the slots are emptied, and the batch can be used again.
+        """
+        try:
+            with self.engine.lock, torch.inference_mode():
+                return self._prefill_some() + self._step()
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Drops all requests and what the slots hold."""
+        self._waiting.clear()
+        self._running.clear()
+        self._prefill = None
+        self._started.clear()
+        with self.engine.lock, torch.inference_mode():
+            for row in range(len(self._held)):
+                self._held[row] = []
+                free(self.engine.drafter, self.state, row)
+
+    def drop_requests(self) -> None:
+        """Drops all requests, but keeps what the slots hold for prompts that begin the same."""
+        self._waiting.clear()
+        if self._prefill is not None:
+            self._leave(self._prefill.row)
+            self._prefill = None
+        for row in list(self._running):
+            self._leave(row)
+
+    # -- prompts ----------------------------------------------------------------------------
+
+    def _prefill_some(self) -> list[StreamEvent]:
+        events: list[StreamEvent] = []
+        budget = PREFILL_CHUNK
+        while budget > 0:
+            job = self._prefill = self._prefill or self._admit()
+            if job is None:
+                break
+            before = int(self.state.cache.lengths[job.row])
+            result = next(job.pieces)
+            budget -= int(self.state.cache.lengths[job.row]) - before
+            if result is not None:
+                self._prefill = None
+                self._running[job.row] = job.emission
+                events.append(self._emit(job.row, result))
+        return events
+
+    def _admit(self) -> _Prefill | None:
+        """Puts the next request into a free slot, on top of what a slot already holds of its prompt."""
+        vacant = [row for row, occupant in enumerate(self.state.rows) if occupant is None]
+        if not self._waiting or not vacant:
+            return None
+        emission = self._waiting.popleft()
+        source, shared = self._longest_shared(emission.prompt)
+        row = source if shared and source in vacant else vacant[0]
+        self._started[row] = dict(self.state.stats.seconds)
+        if shared and row == source:
+            self._keep(row, shared)
+        else:
+            self._keep(row, 0)
+            if shared:
+                self._copy(source, row, shared)
+        self._held[row] = emission.prompt
+        engine = self.engine
+        pieces = prefill_chunks(
+            engine.target, engine.drafter, self.state, row, emission.row, keep_logits=emission.wants_logits
+        )
+        return _Prefill(row, emission, pieces)
+
+    def _longest_shared(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The slot that holds the longest beginning of `prompt`, and how many positions of it to keep.
+
+        One position less than the common tokens: a drafter's entry for a position needs the
+        token after it.
+        """
+        best, source = 0, 0
+        can_copy = self.engine.drafter is None or hasattr(self.engine.drafter, "copy_prefix")
+        for row, occupant in enumerate(self.state.rows):
+            if occupant is not None and not can_copy:
+                continue
+            tokens = self._held[row] if occupant is None else occupant.tokens
+            common = common_prefix(tokens, prompt) - 1
+            shared = min(common, int(self.state.cache.lengths[row]))
+            if shared > best:
+                best, source = shared, row
+        return source, best if best >= MIN_SHARED else 0
+
+    def _keep(self, row: int, positions: int) -> None:
+        """Cuts a vacant slot to its first `positions` positions."""
+        truncate(self.state.cache, row, positions)
+        if self.engine.drafter is not None:
+            self.engine.drafter.reset(row, positions + 1 if positions else 0, self.state.drafter_state)
+
+    def _copy(self, source: int, row: int, positions: int) -> None:
+        copy_prefix(self.state.cache, source, row, positions)
+        drafter: Drafter | None = self.engine.drafter
+        if drafter is not None:
+            drafter.copy_prefix(source, row, positions + 1, self.state.drafter_state)  # type: ignore[attr-defined]
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _step(self) -> list[StreamEvent]:
+        if not self._running:
+            return []
+        engine, rows = self.engine, sorted(self._running)
+        jobs = [self._running[row] for row in rows]
+        # No deeper than the row with most budget can use, and no row past the end of its context.
+        depth = min(max(job.remaining for job in jobs), *(job.context_left for job in jobs)) - 1
+        results = step(
+            engine.target,
+            engine.drafter,
+            self.state,
+            rows,
+            max_depth=depth,
+            keep_logits=any(job.wants_logits for job in jobs),
+            lossy=engine.lossy,
+        )
+        with self.state.stats.timed("other"):
+            return [self._emit(result.row, result) for result in results]
+
+    def _emit(self, row: int, result: StepResult) -> StreamEvent:
+        emission = self._running[row]
+        event = emission.take(result.tokens, result.logits)
+        if event.finish_reason is None:
+            return event
+        before = self._started[row]
+        seconds = {k: s - before.get(k, 0.0) for k, s in self.state.stats.seconds.items()}
+        emission.row.stats.seconds = seconds
+        self._leave(row)
+        return replace(event, output=emission.output())
+
+    def _leave(self, row: int) -> None:
+        occupant = self.state.rows[row]
+        assert occupant is not None
+        self._held[row] = occupant.tokens
+        self.state.rows[row] = None
+        self._running.pop(row, None)
+        self._started.pop(row, None)
+
+
+def capacity_for(emissions: Sequence[Emission]) -> int:
+    """Positions to allocate for each slot of a batch of these requests."""
+    return max(len(e.prompt) + min(e.remaining, _HEADROOM) for e in emissions)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning of both."""
+    size = min(len(first), len(second))
+    if first[:size] == second[:size]:
+        return size
+    return next(i for i in range(size) if first[i] != second[i])

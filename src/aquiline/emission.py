@@ -1,0 +1,140 @@
+"""One output while it is made: what of a step's tokens is emitted, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from aquiline.decode import Row
+from aquiline.logprobs import token_logprobs
+from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, sample_seed
+from aquiline.sampling import TokenChooser
+from aquiline.stats import GenerationStats
+from aquiline.stops import StopScanner
+from aquiline.text import Detokenizer
+
+
+class Emission:
+    """Cuts the tokens of each step at the first stop, budget included, and makes the events.
+
+    Args:
+        engine: the engine that decodes it.
+        request: a checked request.
+        index: of the request in its call.
+        sample: which of its n outputs.
+        seed: the request's seed, resolved.
+    """
+
+    def __init__(self, engine: Engine, request: Request, index: int, sample: int, seed: int) -> None:
+        params, prompt = request.params, request.tokens
+        self.index, self.sample, self.params = index, sample, params
+        self.prompt = prompt
+        self.seed = sample_seed(seed, sample)
+        self._ends: dict[int, str] = {} if params.ignore_eos else dict.fromkeys(engine.end_ids, "eos")
+        for token in params.stop_token_ids:
+            self._ends.setdefault(token, "stop")
+        self._context = engine.target.shape.max_positions
+        self._budget = min(params.max_new_tokens, self._context - len(prompt))
+        self._detokenizer = Detokenizer(engine.tokenizer) if engine.tokenizer is not None else None
+        self._scanner = StopScanner(params.stop) if params.stop else None
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, float]] = []
+        self.row = Row(
+            tokens=prompt,
+            chooser=TokenChooser(params, self.seed, len(prompt), tuple(self._ends)),
+            stats=GenerationStats(prompt_tokens=len(prompt)),
+        )
+        self.finish_reason: str | None = None if self._budget else "length"
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self._budget - len(self._token_ids)
+
+    @property
+    def context_left(self) -> int:
+        """Positions of the context behind the tokens so far."""
+        return self._context - len(self.prompt) - len(self._token_ids)
+
+    @property
+    def wants_logits(self) -> bool:
+        """True if log-probabilities were asked for."""
+        return self.params.logprobs is not None
+
+    def take(self, tokens: Sequence[int], logits: Tensor | None) -> StreamEvent:
+        """Takes in what a step emitted.
+
+        Args:
+            tokens: at least one token; those behind the first stop are dropped.
+            logits: (len(tokens), V) that they were chosen from, if `wants_logits`.
+        """
+        new: list[int] = []
+        pieces: list[str] = []
+        for token in tokens[: self.remaining]:
+            new.append(token)
+            self._judge(token, len(self._token_ids) + len(new), pieces)
+            if self.finish_reason:
+                break
+        if self._detokenizer is not None and self._scanner is None and not self.finish_reason:
+            pieces.append(self._detokenizer.release())
+        self._token_ids.extend(new)
+        if self.wants_logits:
+            assert logits is not None
+            chosen, best = token_logprobs(logits, new, self.params.logprobs or 0)
+            self._logprobs += chosen
+            self._top_logprobs += best
+        if self.finish_reason is None and self.remaining == 0:
+            self.finish_reason = "length"
+            self._finish_text(pieces)
+        text = "".join(pieces)
+        if text:
+            self._texts.append(text)
+        self.row.stats.emitted = len(self._token_ids)
+        return StreamEvent(self.index, new, text, self.finish_reason, sample=self.sample)
+
+    def _judge(self, token: int, count: int, pieces: list[str]) -> None:
+        """Sets the finish reason if `token`, the `count`-th, ends the output."""
+        minimum = self.params.min_new_tokens
+        ends = self._ends.get(token) if count > minimum else None
+        if ends:
+            self.finish_reason = ends
+            self._finish_text(pieces)
+            return
+        if self._detokenizer is None:
+            return
+        self._detokenizer.add(token)
+        if self._scanner is not None:
+            piece, stopped = self._scanner.scan(self._detokenizer.release(), armed=count >= minimum)
+            pieces.append(piece)
+            if stopped:
+                self.finish_reason = "stop"
+
+    def _finish_text(self, pieces: list[str]) -> None:
+        """Appends the text that was held back; a stop string may be complete only now."""
+        if self._detokenizer is None:
+            return
+        rest = self._detokenizer.finish()
+        if self._scanner is None:
+            pieces.append(rest)
+            return
+        piece, stopped = self._scanner.scan(rest)
+        pieces.append(piece if stopped else piece + self._scanner.flush())
+        if stopped:
+            self.finish_reason = "stop"
+
+    def output(self) -> GenerationOutput:
+        """The finished output."""
+        assert self.finish_reason is not None
+        return GenerationOutput(
+            prompt_tokens=list(self.prompt),
+            token_ids=self._token_ids,
+            text="".join(self._texts),
+            finish_reason=self.finish_reason,
+            stats=self.row.stats,
+            seed=self.seed,
+            logprobs=self._logprobs if self.wants_logits else None,
+            top_logprobs=self._top_logprobs if self.params.logprobs else None,
+        )

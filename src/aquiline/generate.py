@@ -1,0 +1,97 @@
+"""Generation for any number of requests: blocking is a fold of streaming, plain is the same loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from aquiline import text
+from aquiline.batch import Batch, capacity_for
+from aquiline.emission import Emission
+from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
+from aquiline.text import Prompt
+
+__all__ = [
+    "Engine",
+    "GenerationOutput",
+    "Request",
+    "StreamEvent",
+    "encode_prompt",
+    "generate_requests",
+    "stream_requests",
+]
+
+
+def encode_prompt(engine: Engine, prompt: Prompt, *, raw: bool = False) -> list[int]:
+    """Turns a text, chat messages or token ids into a request's tokens; see `aquiline.text.encode`."""
+    return text.encode(engine.tokenizer, engine.target.shape.vocab_size, prompt, raw=raw)
+
+
+def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[StreamEvent]:
+    """Decodes requests as one batch; yields what each gains as soon as it is certain.
+
+    Requests that find no slot wait; a finished one leaves at once. An output depends on its own
+    request alone, not on what else is in the batch. Closing the iterator frees everything.
+
+    Args:
+        engine: the engine.
+        requests: at least one.
+
+    Yields:
+        Events; the last one of each output carries it.
+
+    Raises:
+        ValueError: at the call, before any work, if a request cannot run.
+    """
+    emissions = [emission for i, request in enumerate(requests) for emission in _emissions(engine, request, i)]
+    return _stream(engine, emissions)
+
+
+def _emissions(engine: Engine, request: Request, index: int) -> list[Emission]:
+    check(engine, request)
+    seed = fresh_seed() if request.params.seed is None else request.params.seed
+    return [Emission(engine, request, index, sample, seed) for sample in range(request.params.n)]
+
+
+def _stream(engine: Engine, emissions: Sequence[Emission]) -> Iterator[StreamEvent]:
+    waiting = [emission for emission in emissions if emission.finish_reason is None]
+    for done in emissions:
+        if done.finish_reason is not None:  # no token was asked for
+            yield StreamEvent(done.index, [], "", done.finish_reason, done.output(), done.sample)
+    if not waiting:
+        return
+    batch = Batch(engine, min(engine.max_rows, len(waiting)), capacity_for(waiting))
+    batch.state.generator.manual_seed(waiting[0].seed)
+    for emission in waiting:
+        batch.submit(emission)
+    try:
+        while batch.busy:
+            yield from batch.advance()
+    finally:
+        batch.clear()
+
+
+def generate_requests(
+    engine: Engine,
+    requests: Sequence[Request],
+    progress: Callable[[StreamEvent], None] | None = None,
+) -> list[GenerationOutput]:
+    """Decodes requests as one batch and returns their outputs in order.
+
+    Args:
+        engine: the engine.
+        requests: any number.
+        progress: called with every event.
+
+    Returns:
+        The outputs of the first request (as many as its `n`), then those of the second, …
+
+    Raises:
+        ValueError: before any work, if a request cannot run.
+    """
+    outputs: dict[tuple[int, int], GenerationOutput] = {}
+    for event in stream_requests(engine, requests):
+        if progress is not None:
+            progress(event)
+        if event.output is not None:
+            outputs[event.index, event.sample] = event.output
+    return [outputs[key] for key in sorted(outputs)]

@@ -1,0 +1,27 @@
+"""Log-probabilities of emitted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[list[float], list[dict[int, float]]]:
+    """Log-probabilities before temperature and processors.
+
+    Args:
+        logits: (≥ T, V) target logits; row i is what token i was chosen from.
+        tokens: T emitted tokens.
+        top: alternatives to report, ≥ 0.
+
+    Returns:
+        T log-probabilities (nats), and per token the `top` likeliest ids with theirs, likeliest first.
+    """
+    scores = logits[: len(tokens)].float().log_softmax(-1)
+    index = torch.tensor(list(tokens), device=scores.device)[:, None]
+    chosen: list[float] = scores.gather(1, index)[:, 0].tolist()
+    values, ids = scores.topk(min(top, scores.shape[-1]), dim=-1)
+    best = [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return chosen, best

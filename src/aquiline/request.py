@@ -1,0 +1,160 @@
+"""What goes into a generation and what comes out."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from aquiline.drafters.drafter import Drafter
+from aquiline.sampling import SamplingParams
+from aquiline.stats import GenerationStats
+from aquiline.targets.target import Target
+from aquiline.verify import LossyRule
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """A target, its drafter and tokenizer: all that requests share. Holds no request's state.
+
+    Any number of streams may run on one engine, interleaved or from several threads: each has
+    its own cache, and the lock is held for one unit of work at a time (a piece of a prefill and
+    a step). One stream belongs to one thread at a time, like any generator.
+
+    Attributes:
+        target: the target.
+        drafter: the drafter, or None for plain decoding.
+        tokenizer: a Hugging Face tokenizer, or None where prompts are token ids and outputs too.
+        end_ids: the model's end-of-sequence tokens.
+        lossy: an acceptance rule that changes the output distribution.
+        max_rows: most requests decoded at once in one call, ≥ 1; the others wait for a slot.
+        lock: held while the target or the drafter work.
+    """
+
+    target: Target
+    drafter: Drafter | None
+    tokenizer: Any | None
+    end_ids: tuple[int, ...]
+    lossy: LossyRule | None = None
+    max_rows: int = 8
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows is {self.max_rows}; allowed: an integer ≥ 1")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        tokens: the prompt, at least one token id.
+        params: settings; `params.n` outputs are made.
+    """
+
+    tokens: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationOutput:
+    """A finished output.
+
+    Attributes:
+        prompt_tokens: ids of the prompt.
+        token_ids: emitted ids. The token that ended the output (an end-of-sequence token, one of
+            `stop_token_ids`, the one that completed a stop string) is the last of them.
+        text: their text without special tokens, without the token that ended the output, and up
+            to the stop string that ended it; empty for an engine without a tokenizer.
+        finish_reason: "eos" (one of the model's end-of-sequence tokens), "stop" (a stop string or
+            one of `stop_token_ids`) or "length" (max_new_tokens or the context is used up).
+        stats: counters of this output; `seconds` are those of the batch while it was in its slot.
+        seed: seed of its draws; the same prompt and settings with it give the same output.
+        logprobs: log-probability of each of `token_ids` if asked for.
+        top_logprobs: per token, id → log-probability of the likeliest ids, if asked for.
+    """
+
+    prompt_tokens: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stats: GenerationStats
+    seed: int
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StreamEvent:
+    """What one request gained in one step.
+
+    Attributes:
+        index: of the request.
+        token_ids: newly emitted ids.
+        text: newly emitted text; never half a character nor a part of what may become a stop
+            string. The texts of a request's events join to `GenerationOutput.text`.
+        finish_reason: set in the last event of an output.
+        output: the whole output, in its last event.
+        sample: which of the request's n outputs.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+    output: GenerationOutput | None = None
+    sample: int = 0
+
+
+def check(engine: Engine, request: Request) -> None:
+    """Refuses what cannot run, before any work.
+
+    Raises:
+        ValueError: naming the value, what is allowed, and the remedy.
+    """
+    tokens, params = request.tokens, request.params
+    vocabulary, context = engine.target.shape.vocab_size, engine.target.shape.max_positions
+    if not tokens:
+        raise ValueError("the prompt is empty; give at least one token (for an unprompted text the model's BOS token)")
+    _check_ids("the prompt has", tokens, vocabulary)
+    _check_ids("stop_token_ids has", params.stop_token_ids, vocabulary)
+    _check_ids("logit_bias has", params.logit_bias, vocabulary)
+    if params.min_new_tokens > params.max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens is {params.min_new_tokens}; allowed: 0 … max_new_tokens ({params.max_new_tokens})"
+        )
+    least = max(1, params.min_new_tokens) if params.max_new_tokens else 0
+    if len(tokens) + least > context:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens leaves no room for {least} new ones: the context of this model is "
+            f"{context}; shorten the prompt to {context - least} tokens"
+        )
+    if params.stop and engine.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+    lossy = engine.lossy is not None and not engine.lossy.exact
+    if lossy and params.temperature == 0:
+        raise ValueError(
+            "temperature is 0: lossy acceptance needs temperature > 0; drop the lossy rule for greedy output"
+        )
+
+
+def _check_ids(what: str, ids: Any, vocabulary: int) -> None:
+    outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise ValueError(f"{what} token id {outside}; allowed: 0 … {vocabulary - 1}, the target's vocabulary")
+
+
+def fresh_seed() -> int:
+    """A seed for a request that named none."""
+    return secrets.randbits(48)
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Seed of one of a request's n outputs; the first one's is the request's own."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,153 @@
+"""From prompts to tokens and from tokens back to text, piece by piece."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""A text, chat messages ({"role": …, "content": …}), or token ids."""
+
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Turns tokens into text as they come; the pieces join to the tokenizer's own decoding.
+
+    Special tokens have no text. Decoding works on a short window: the tokens since the last
+    point at which the text ended in a whole character, behind the ones before that point, which
+    tell decoders that treat the first token of a text differently that it is not the first.
+    Characters that later tokens may still change are held back: the bytes of an unfinished UTF-8
+    character, and runs of byte-fallback tokens, which count as text only as a whole.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._bytes = _byte_fallback_ids(tokenizer)
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._released = 0  # characters of the window's text that were returned
+
+    def add(self, token: int) -> None:
+        """Takes in the next token."""
+        if token not in self._special:
+            self._pending.append(token)
+
+    def release(self) -> str:
+        """Returns the new text that no later token can change."""
+        ready = len(self._pending)
+        while ready and self._pending[ready - 1] in self._bytes:
+            ready -= 1
+        if not ready:
+            return ""
+        window = self._context + self._pending[:ready]
+        text = self._decode(window)
+        stable = text.rstrip(_REPLACEMENT)
+        piece = stable[self._released :]
+        self._released = max(self._released, len(stable))
+        if text and stable == text:
+            alone = self._decode(self._pending[:ready])
+            self._context, self._released = (self._pending[:ready], len(alone)) if alone else (window, self._released)
+            del self._pending[:ready]
+        return piece
+
+    def finish(self) -> str:
+        """Returns the rest of the text; what is unfinished shows as replacement characters."""
+        piece = self._decode(self._context + self._pending)[self._released :] if self._pending else ""
+        self._pending.clear()
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _byte_fallback_ids(tokenizer: Any) -> frozenset[int]:
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    if tokenizer.convert_ids_to_tokens(tokenizer.convert_tokens_to_ids([names[0]])) != [names[0]]:
+        return frozenset()
+    return frozenset(tokenizer.convert_tokens_to_ids(names))
+
+
+def encode(tokenizer: Any | None, vocab_size: int, prompt: Prompt, *, raw: bool = False) -> list[int]:
+    """Turns a prompt into token ids.
+
+    A text goes through the chat template as one user message where the tokenizer has a template
+    (`raw` turns that off and leaves the text as it is, with the tokenizer's own special tokens
+    around it). Messages go through the chat template with the beginning of an answer behind
+    them; the template writes the beginning-of-sequence token itself, so none is added. Token ids
+    stay as they are.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or None where prompts are token ids.
+        vocab_size: of the target.
+        prompt: what to encode.
+        raw: do not put a text into the chat template.
+
+    Raises:
+        ValueError: for an empty prompt, an id outside the vocabulary, or a prompt that needs a
+            tokenizer or a chat template that is not there.
+        TypeError: for a prompt of another kind.
+    """
+    if not isinstance(prompt, str | Sequence):
+        raise TypeError(f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}")
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token (for an unprompted text the model's BOS token)")
+    if isinstance(prompt, str):
+        tokens = _encode_text(tokenizer, prompt, raw)
+    elif all(isinstance(part, Mapping) for part in prompt):
+        tokens = _tokenize(tokenizer, render(tokenizer, prompt), special=False)  # type: ignore[arg-type]
+    else:
+        tokens = [_token_id(part) for part in prompt]
+    if not tokens:
+        raise ValueError(f"the prompt {prompt!r} has no tokens; give at least one")
+    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise ValueError(f"the prompt has token id {outside}; allowed: 0 … {vocab_size - 1}, the target's vocabulary")
+    return tokens
+
+
+def render(tokenizer: Any | None, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Writes messages as the model's chat template does, up to the beginning of the next answer.
+
+    Raises:
+        ValueError: without a chat template, or where the template refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat messages need a tokenizer with a chat template; pass a text with raw=True, or token ids")
+    assert tokenizer is not None
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    return text
+
+
+def _encode_text(tokenizer: Any | None, prompt: str, raw: bool) -> list[int]:
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return _tokenize(tokenizer, prompt, special=True)
+    return _tokenize(tokenizer, render(tokenizer, [{"role": "user", "content": prompt}]), special=False)
+
+
+def _tokenize(tokenizer: Any | None, text: str, special: bool) -> list[int]:
+    if tokenizer is None:
+        raise ValueError("this engine has no tokenizer; give the prompt as token ids")
+    tokens: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    return tokens
+
+
+def _token_id(part: object) -> int:
+    try:
+        return operator.index(part)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"{part!r} in the prompt is neither a message nor a token id; "
+            "give a text, a list of {'role', 'content'} messages, or a list of integers"
+        ) from None
