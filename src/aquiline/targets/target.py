@@ -48,9 +48,20 @@ class TargetOutput:
 class Target(Protocol):
     """A causal language model with an explicit cache."""
 
-    shape: TargetShape
-    dtype: torch.dtype
-    device: torch.device
+    @property
+    def shape(self) -> TargetShape:
+        """Sizes that heads and caches must fit."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the features."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are taken and results returned."""
+        ...
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocates an empty cache for `rows` rows of `capacity` positions."""

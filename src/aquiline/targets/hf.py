@@ -1,0 +1,270 @@
+"""Any causal language model of transformers as a target, through transformers' own modeling code.
+
+The model is never modified: it gets our cache, explicit positions and one additive mask per
+kind of layer as arguments. What decides whether that is exact is not a list of names but a
+probe at construction: a ragged tree forward must give the logits of the model's own plain forward.
+
+A mixture-of-experts model is a target like any other. Each node of a tree picks its own experts, so
+the weights that a step reads grow with the nodes; a chain of few nodes pays there sooner than a tree.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aquiline.cache import KVCache, new_cache
+from aquiline.targets.attention import Placement, attention_mask, place
+from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf, gather_positions
+from aquiline.targets.hf_checks import base_model, check_model, head_rule, mask_windows, position_limit, unwrap
+from aquiline.targets.target import Feature, Target, TargetOutput, TargetShape, check_features
+
+_PROBE = 6
+"""Tokens of the longest sequence that the probe runs."""
+
+
+class HFTarget:
+    """A transformers causal LM behind `Target`.
+
+    Quantised models, PEFT adapters and models spread over devices work as they are; the cache
+    lies on the device of the first layer's keys.
+
+    Args:
+        model: a causal LM in eval mode, or a PEFT wrapper of one.
+
+    Attributes:
+        shape: sizes.
+        dtype: dtype of the residual stream.
+        device: where tokens go and results are returned.
+
+    Raises:
+        TypeError: if `model` is no transformers model.
+        ValueError: for a model that cannot verify a tree, naming why and the remedy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = unwrap(model)
+        check_model(self.model)
+        config = self.model.config
+        self._base = base_model(self.model)
+        self._head = self.model.get_output_embeddings()
+        self._rule = head_rule(config)
+        self._windows = mask_windows(self.model)
+        limit, self._clamped = position_limit(config)
+        accepts = inspect.signature(self._base.forward).parameters
+        self._cache_name = "cache" if "cache" in accepts else "past_key_values"
+        self.device = _device(self.model)
+        self._measure(config, limit)
+        self._confirm(model)
+
+    @torch.no_grad()
+    def _measure(self, config: Any, limit: int) -> None:
+        """Runs one token and reads off what configurations state in many ways."""
+        from aquiline.targets.hf_cache import recorded_slots, recording_cache
+
+        cache = recording_cache()
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        out = self._base(tokens, use_cache=True, return_dict=True, **{self._cache_name: cache})
+        final = out.last_hidden_state.to(self.device)
+        self._slots = recorded_slots(cache)
+        if not self._slots:
+            raise ValueError(f"{type(self.model).__name__} put no keys into its cache; decode it with transformers")
+        first = cache.layers[min(self._slots)].keys
+        self._cache_dtype, self._cache_device = first.dtype, first.device
+        self.dtype = final.dtype
+        vocab = self.project(final).shape[-1]
+        self.shape = TargetShape(vocab, final.shape[-1], config.num_hidden_layers, limit)
+
+    @torch.no_grad()
+    def _confirm(self, model: nn.Module) -> None:
+        """Compares a ragged tree forward with the model's own plain forwards.
+
+        Row 0 holds 1 token and row 1 holds 3; both then run a root with two children in one
+        forward. The second child must see the prefix and the root, and not its sibling.
+        """
+        vocab, name = self.shape.vocab_size, type(model).__name__
+        ids = (torch.arange(1, _PROBE + 1, device=self.device) * vocab) // (_PROBE + 2)
+        cache = self.new_cache(2, _PROBE)
+        positions = torch.arange(3, device=self.device)[None]
+        none = torch.empty(1, 0, dtype=torch.int64, device=self.device)
+        self.forward(ids[None, :3], positions, None, cache, [1], logits_at=none)
+        self.forward(ids[None, :1], positions[:, :1], None, cache, [0], logits_at=none)
+        cache.lengths[:] = torch.tensor([1, 3])
+        tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=self.device)
+        depths = torch.tensor([[1, 2, 2], [3, 4, 4]], device=self.device)
+        out = self.forward(ids[None, 3:].expand(2, -1), depths, tree.expand(2, -1, -1), cache, [0, 1])
+        for row, prefix in enumerate((ids[:1], ids[:3])):
+            sequence = torch.cat((prefix, ids[3:4], ids[5:]))[None]
+            reference = model(input_ids=sequence, use_cache=False).logits[0, -1].to(self.device)
+            own = self._base(sequence, use_cache=False, return_dict=True).last_hidden_state[0, -1]
+            if _difference(self.project(own.to(self.device)), reference) > _tolerance(self.dtype, 1e-2):
+                raise ValueError(f"{name} makes logits of hidden states in an unknown way; decode it with transformers")
+            if _difference(out.logits[row, 2], reference) > _tolerance(self.dtype, 0.15):
+                raise ValueError(
+                    f"{name} does not compute a tree of drafts as it computes plain text (its attention ignores the "
+                    "mask or the positions); load it with attn_implementation='eager', or decode it with transformers"
+                )
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """See `Target.new_cache`; as wide as the widest layer."""
+        slots = self._slots.values()
+        return new_cache(
+            layers=len(slots),
+            rows=rows,
+            kv_heads=max(slot.heads for slot in slots),
+            key_dim=max(slot.key_dim for slot in slots),
+            value_dim=max(slot.value_dim for slot in slots),
+            capacity=capacity,
+            max_capacity=self.shape.max_positions,
+            dtype=self._cache_dtype,
+            device=self._cache_device,
+        )
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        features: Sequence[Feature] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        """See `Target.forward`.
+
+        Raises:
+            ValueError: for an unknown feature, and for boundary n, which transformers does not return.
+        """
+        from aquiline.targets.hf_cache import bridge
+
+        layers = self.shape.num_layers
+        check_features(features, layers)
+        if layers in features:
+            raise ValueError(
+                f"feature {layers} (before the final norm) is not returned by transformers; "
+                f'take {layers - 1} or "final" (after the norm)'
+            )
+        placement = place(cache, rows, tokens.shape[1])
+        if self._clamped:
+            # Nodes beyond the context are never accepted, but would switch everybody's frequencies.
+            positions = positions.clamp(max=self.shape.max_positions - 1)
+        boundaries = sorted({f for f in features if isinstance(f, int)})
+        out = self._base(
+            tokens,
+            attention_mask=self._masks(placement, positions, ancestors),
+            position_ids=positions,
+            use_cache=True,
+            return_dict=True,
+            **{self._cache_name: bridge(cache, placement, self._slots, layers)},
+            **({"output_hidden_states": boundaries} if boundaries else {}),
+        )
+        final = out.last_hidden_state.to(self.device)
+        taken = [final if f == "final" else out.hidden_states[f].to(self.device) for f in features]
+        picked = torch.cat(taken, dim=-1) if taken else None
+        if logits_at is not None and logits_at.shape[1] == 0:
+            accurate = torch.promote_types(final.dtype, torch.float32)
+            return TargetOutput(final.new_empty(len(rows), 0, self.shape.vocab_size, dtype=accurate), picked)
+        return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
+
+    def _masks(self, placement: Placement, positions: Tensor, ancestors: Tensor | None) -> Any:
+        """One additive (B, 1, T, span) mask, or one for each kind of layer."""
+        masks: dict[str, Any] = {}
+        for kind, window in self._windows.items():
+            mask = attention_mask(placement, positions, ancestors, window, self.dtype)
+            masks[kind] = None if mask is None else mask[:, None]
+        return masks.get("", masks)
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Target.embed`; as the model's embedding module returns them."""
+        result: Tensor = self.model.get_input_embeddings()(tokens)
+        return result.to(self.device)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """See `Target.project`."""
+        logits = self._rule.apply(self._head(hidden)).to(self.device)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _device(model: Any) -> torch.device:
+    device = model.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return torch.device(device)
+    placed = {torch.device(d) for d in getattr(model, "hf_device_map", {}).values() if d not in ("cpu", "disk")}
+    return min(placed, key=str) if placed else torch.device("cpu")
+
+
+def _difference(got: Tensor, expected: Tensor) -> float:
+    """Distance of two logit vectors over the spread of the expected one."""
+    got, expected = got.double(), expected.double()
+    spread = (expected - expected.mean()).norm()
+    return float((got - expected).norm() / spread.clamp(min=1e-30))
+
+
+def _tolerance(dtype: torch.dtype, half: float) -> float:
+    return 1e-3 if dtype in (torch.float32, torch.float64) else half
+
+
+def target_from_hf(model: nn.Module) -> Target:
+    """Makes a target of a transformers model, on our own decoder where that computes the same.
+
+    The decoder shares the model's parameters; nothing is copied and nothing of the model changes.
+
+    Args:
+        model: a causal LM in eval mode, or a PEFT wrapper of one.
+
+    Raises:
+        TypeError, ValueError: as `HFTarget`.
+    """
+    return shared_decoder(model) or HFTarget(model)
+
+
+def shared_decoder(model: Any) -> Decoder | None:
+    """Our decoder on the parameters of `model`, or None where anything about it is unusual."""
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "model_type", None) not in FAMILIES or not _is_stock(model):
+        return None
+    try:
+        own = config_from_hf(config.to_dict())
+    except ValueError:
+        return None  # A setting that our decoder does not compute; the adapter does.
+    with torch.device("meta"):
+        decoder = Decoder(own)
+    state = {name.removeprefix("model."): tensor.detach() for name, tensor in model.state_dict().items()}
+    expected = {name: parameter.shape for name, parameter in decoder.state_dict().items()}
+    if expected != {name: tensor.shape for name, tensor in state.items()}:
+        return None
+    decoder.load_state_dict(state, assign=True)
+    if own.tied:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+    decoder.eval().requires_grad_(False)
+    return decoder if _agrees(decoder, model) else None
+
+
+def _is_stock(model: Any) -> bool:
+    """Whether the model is what transformers builds: no adapters, quantisation, hooks or patches."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) != type(model).__name__ or model.training:
+        return False
+    plain = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+    for module in model.modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        own_hooks = all(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks)
+        if not type(module).__module__.startswith(plain) or "forward" in vars(module) or not own_hooks:
+            return False
+    parameters = list(model.parameters())
+    return len({(p.dtype, p.device) for p in parameters}) == 1 and parameters[0].dtype.is_floating_point
+
+
+@torch.no_grad()
+def _agrees(decoder: Decoder, model: nn.Module) -> bool:
+    ids = (torch.arange(1, _PROBE + 1, device=decoder.device) * decoder.shape.vocab_size // (_PROBE + 2))[None]
+    positions = torch.arange(_PROBE, device=decoder.device)[None]
+    own = decoder(ids, positions, None, decoder.new_cache(1, _PROBE), [0]).logits
+    return _difference(own, model(input_ids=ids, use_cache=False).logits) <= _tolerance(decoder.dtype, 0.15)

@@ -1,0 +1,121 @@
+"""Our cache behind the cache interface of transformers.
+
+Imports transformers, and is itself imported only by what already holds a transformers model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from aquiline.cache import KVCache
+from aquiline.targets.attention import Placement, read, write
+
+
+@dataclass(frozen=True)
+class LayerSlot:
+    """Where the keys and values of one layer of the model lie in a `KVCache`.
+
+    The cache is one block for all layers, as wide as the widest; a narrower layer uses the
+    front of its heads and dimensions.
+
+    Attributes:
+        index: layer of the `KVCache`.
+        heads: key/value heads.
+        key_dim: width of a key.
+        value_dim: width of a value.
+    """
+
+    index: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's share of a forward: writes at the placed slots, returns views up to the span."""
+
+    is_sliding = False  # All positions are kept; a window is a mask.
+
+    def __init__(self, cache: KVCache, placement: Placement, slot: LayerSlot | None) -> None:
+        super().__init__()
+        self._cache, self._placement, self._slot = cache, placement, slot
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        slot, cache, placement = self._slot, self._cache, self._placement
+        assert slot is not None, "a layer without keys in the probe wrote some"
+        home = cache.key_block.device
+        away = key_states.device if key_states.device != home else None
+        if away is not None:
+            key_states, value_states = key_states.to(home), value_states.to(home)
+        narrow = (slot.heads, slot.key_dim, slot.value_dim)
+        if narrow == (cache.key_block.shape[2], cache.key_block.shape[4], cache.value_block.shape[4]):
+            view, layer = cache, slot.index
+        else:
+            view, layer = _narrowed(cache, slot), 0
+        write(view, layer, placement, key_states, value_states)
+        keys, values = read(view, layer, placement)
+        return (keys, values) if away is None else (keys.to(away), values.to(away))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the cache was allocated before."""
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self._placement.span, 0
+
+    def get_seq_length(self) -> int:
+        return self._placement.span - self._placement.width
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in transformers 5.0."""
+        return -1
+
+
+def _narrowed(cache: KVCache, slot: LayerSlot) -> KVCache:
+    """One layer of `cache` as a cache of its own, a view."""
+    return KVCache(
+        key_block=cache.key_block[slot.index : slot.index + 1, :, : slot.heads, :, : slot.key_dim],
+        value_block=cache.value_block[slot.index : slot.index + 1, :, : slot.heads, :, : slot.value_dim],
+        lengths=cache.lengths,
+        max_capacity=cache.max_capacity,
+    )
+
+
+def bridge(cache: KVCache, placement: Placement, slots: Mapping[int, LayerSlot], layers: int) -> Cache:
+    """Returns what a transformers model takes as its cache for one forward.
+
+    Args:
+        cache: written at `placement`; its lengths are not advanced.
+        placement: rows and slots of the forward.
+        slots: model layer → its place; layers that reuse the keys of others are absent.
+        layers: decoder layers of the model.
+    """
+    return Cache(layers=[_SlotLayer(cache, placement, slots.get(i)) for i in range(layers)])
+
+
+def recording_cache() -> DynamicCache:
+    """An empty cache of transformers' own, to see what a model puts into it."""
+    return DynamicCache()
+
+
+def recorded_slots(cache: DynamicCache) -> dict[int, LayerSlot]:
+    """The places that the layers need which wrote into `cache`, in layer order."""
+    slots: dict[int, LayerSlot] = {}
+    for i, layer in enumerate(cache.layers):
+        if layer.keys is not None:
+            slots[i] = LayerSlot(len(slots), layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+    return slots
+
+
+def unsupported_layers(config: Any) -> list[str]:
+    """Names of the cache layers that transformers gives this model and that hold more than keys and values."""
+    plain = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    return sorted(set(kinds) - set(plain))

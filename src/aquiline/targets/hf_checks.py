@@ -1,0 +1,169 @@
+"""What the adapter reads from a transformers model before it runs it, and what it refuses by name."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BACKENDS = ("sdpa", "eager")
+_NO_ATTENTION = ("moe", "mlp", "dense", "sparse")  # `layer_types` that say what the MLP is, or that there is none.
+
+
+@dataclass(frozen=True)
+class HeadRule:
+    """What a model does to the output of its LM head, in this order.
+
+    Attributes:
+        factor: multiplies (Cohere).
+        divisor: divides (Granite).
+        cap: soft-cap c · tanh(x / c) (Gemma), or None.
+    """
+
+    factor: float | None = None
+    divisor: float | None = None
+    cap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Applies the rule in the dtype of `logits`, as the models do."""
+        if self.factor is not None:
+            logits = logits * self.factor
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits
+
+
+def unwrap(model: Any) -> Any:
+    """Returns the transformers model inside a PEFT wrapper, or `model` itself.
+
+    Adapters that sit inside the layers (LoRA and its kin) stay active.
+
+    Raises:
+        ValueError: for prompt learning, which lives in the wrapper.
+    """
+    inner = getattr(model, "get_base_model", None)
+    if inner is None:
+        return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(model).__name__} learns a prompt outside the model, which a cache of our own cannot hold; "
+            "allowed: adapters inside the layers such as LoRA"
+        )
+    return inner()
+
+
+def check_model(model: Any) -> None:
+    """Refuses by name what cannot verify a tree.
+
+    Raises:
+        TypeError: if `model` is no transformers model.
+        ValueError: naming the reason and the remedy.
+    """
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        raise TypeError(f"{name} is not a transformers model; give a causal LM loaded with AutoModelForCausalLM")
+    if model.training:
+        raise ValueError(f"{name} is in training mode, where dropout may be active; call model.eval() first")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; allowed: decoder-only causal language models")
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{name} wraps a text model for several modalities; load the text model alone (its …ForCausalLM class)"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no LM head; load it with AutoModelForCausalLM")
+    _check_cache(model, name)
+    backend = getattr(config, "_attn_implementation", None) or "eager"
+    if backend not in _BACKENDS:
+        raise ValueError(
+            f"{name} uses attn_implementation={backend!r}, which cannot take the mask of a tree; "
+            "load it with attn_implementation='sdpa' or 'eager'"
+        )
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(base_model(model).forward).parameters:
+        raise ValueError(f"{name} takes its positions from its mask, which a tree cannot give; allowed: position_ids")
+
+
+def _check_cache(model: Any, name: str) -> None:
+    from aquiline.targets.hf_cache import unsupported_layers
+
+    kinds = getattr(model.config, "layer_types", None) or ()
+    allowed = ("full_attention", "sliding_attention", *_NO_ATTENTION)
+    odd = sorted(set(kinds) - set(allowed))
+    if getattr(model, "_is_stateful", False) or odd:
+        reason = f"layers of type {', '.join(odd)}" if odd else "a recurrent state (linear attention or Mamba)"
+        raise ValueError(
+            f"{name} has {reason}, whose cache cannot roll back rejected drafts; decode it with transformers"
+        )
+    layers = unsupported_layers(model.config)
+    if layers:
+        raise ValueError(f"{name} caches more than keys and values ({', '.join(layers)}); decode it with transformers")
+
+
+def base_model(model: Any) -> Any:
+    """The part of a causal LM below its head."""
+    base = model.base_model
+    return base if base is not model else model.get_decoder()
+
+
+def mask_windows(model: Any) -> dict[str, int | None]:
+    """Layer type → sliding window or None; one entry "" where all layers share one mask."""
+    config = model.config
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not _mentions(base_model(model), "sliding_window"):
+        window = None  # A configuration may carry a window that the model never reads.
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(_NO_ATTENTION)
+    windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    if not windows:
+        return {"": window}
+    distinct = set(windows.values())
+    return windows if len(distinct) > 1 else {"": distinct.pop()}
+
+
+def _mentions(base: nn.Module, word: str) -> bool:
+    module = sys.modules.get(type(base).forward.__module__)
+    try:
+        return module is None or word in inspect.getsource(module)
+    except OSError:
+        return True
+
+
+def position_limit(config: Any) -> tuple[int, bool]:
+    """Positions that the model can take, and whether its rotary frequencies change beyond them.
+
+    Dynamic NTK and longrope recompute all frequencies once the input is longer than the original
+    length; cached keys would then be wrong, so the limit is that length.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise ValueError(f"the configuration of {config.model_type} names no max_position_embeddings; set it")
+    changing = False
+    for parameters in _rope_parameters(config):
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind not in ("dynamic", "longrope"):
+            continue
+        original = parameters.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        limit, changing = min(limit, original or limit), True
+    return int(limit), changing
+
+
+def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def head_rule(config: Any) -> HeadRule:
+    """What the model does to its logits, by its configuration; the probe confirms it."""
+    return HeadRule(
+        factor=getattr(config, "logit_scale", None),
+        divisor=getattr(config, "logits_scaling", None),
+        cap=getattr(config, "final_logit_softcapping", None),
+    )

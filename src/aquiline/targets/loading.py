@@ -1,0 +1,83 @@
+"""From a local model folder to a target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf, load_state
+from aquiline.targets.target import Target
+
+
+def load_target(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
+    """Loads the target in a folder: our own decoder for its families, transformers for the others.
+
+    Args:
+        path: folder with config.json and safetensors weights, one file or sharded.
+        dtype: of the weights in memory.
+        device: where they go.
+
+    Raises:
+        ValueError: for a missing, broken or contradictory file, naming it and the remedy, and for
+            a model that cannot be a target (see `aquiline.targets.hf.HFTarget`).
+    """
+    from aquiline.checkpoints.targets import check_target_folder
+
+    folder = Path(path)
+    check_target_folder(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("model_type") in FAMILIES and not config.get("quantization_config"):
+        try:
+            own = config_from_hf(config)
+        except ValueError:
+            return _load_with_transformers(folder, dtype, device)  # A setting that our decoder does not compute.
+        except KeyError as error:
+            raise ValueError(f"{folder / 'config.json'} lacks {error}; fetch it again") from error
+        return _load_decoder(folder, own, dtype, device)
+    return _load_with_transformers(folder, dtype, device)
+
+
+def _load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    decoder = decoder.to_empty(device=device)
+    if config.tied:
+        decoder.lm_head.weight = decoder.embed_tokens.weight  # `to_empty` parts what was shared.
+    load_state(decoder, _read_tensors(folder), str(folder))
+    return decoder.eval().requires_grad_(False)
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from aquiline.checkpoints.targets import weight_files
+
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        try:
+            shard = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not readable as safetensors ({error}); fetch it again") from error
+        twice = sorted(tensors.keys() & shard.keys())
+        if twice:
+            raise ValueError(f"{file} repeats {twice[0]} of another shard; fetch the folder again")
+        tensors.update(shard)
+    return tensors
+
+
+def _load_with_transformers(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Target:
+    import transformers
+
+    from aquiline.targets.hf import HFTarget
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"transformers cannot load {folder} ({reason}); fetch it again") from error
+    return HFTarget(model.to(device).eval())
