@@ -1,0 +1,113 @@
+"""Conversations that keep their keys and values from turn to turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from aquiline import text
+from aquiline.batch import Batch, capacity_for
+from aquiline.emission import Emission
+from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
+from aquiline.sampling import SamplingParams
+
+
+class ChatSession:
+    """A conversation; each turn computes only what is new.
+
+    Chat templates do not always write a conversation as a continuation of what they wrote
+    before: thoughts are dropped, answers tokenise differently than they were generated. So each
+    turn renders the whole conversation, keeps the longest beginning whose tokens are already in
+    the cache of target and drafter, and computes the rest: the same tokens as from scratch.
+
+    Args:
+        engine: with a tokenizer that has a chat template.
+        system: system prompt.
+        messages: a conversation to continue, with "role" and "content".
+        defaults: settings of answers that name none; `n` must be 1.
+
+    Raises:
+        ValueError: if the tokenizer has no chat template, or n is not 1.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        system: str | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+        defaults: SamplingParams | None = None,
+    ) -> None:
+        if not getattr(engine.tokenizer, "chat_template", None):
+            raise ValueError("a chat needs a tokenizer with a chat template; use an instruction-tuned model")
+        self.engine = engine
+        self.defaults = _single(defaults or SamplingParams())
+        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
+        if system is not None:
+            self.messages.insert(0, {"role": "system", "content": system})
+        self._batch: Batch | None = None
+        self._answering = False
+
+    def send(self, message: str, params: SamplingParams | None = None) -> GenerationOutput:
+        """Says `message` and returns the whole answer; see `stream`."""
+        return next(event.output for event in self.stream(message, params) if event.output is not None)
+
+    def stream(self, message: str, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Says `message` and yields the answer as it comes.
+
+        Both become part of `messages` when the answer ends. An answer that is closed or
+        interrupted stays as far as it was yielded; without any text the turn is withdrawn.
+
+        Args:
+            message: what the user says.
+            params: settings of this answer instead of the defaults.
+
+        Raises:
+            ValueError: at the call, before any work, if the conversation no longer fits.
+            RuntimeError: if an earlier answer is still being streamed.
+        """
+        if self._answering:
+            raise RuntimeError("the last answer is still being streamed; finish or close it first")
+        params = self.defaults if params is None else _single(params)
+        turn = {"role": "user", "content": message}
+        tokens = text.encode(self.engine.tokenizer, self.engine.target.shape.vocab_size, [*self.messages, turn])
+        request = Request(tokens, params)
+        check(self.engine, request)
+        emission = Emission(self.engine, request, 0, 0, fresh_seed() if params.seed is None else params.seed)
+        return self._answer(turn, emission)
+
+    def close(self) -> None:
+        """Frees the keys and values; a later turn computes them again."""
+        self._batch = None
+
+    def _answer(self, turn: dict[str, Any], emission: Emission) -> Iterator[StreamEvent]:
+        if self._answering:
+            raise RuntimeError("the last answer is still being streamed; finish or close it first")
+        self._answering = True
+        pieces: list[str] = []
+        finished = emission.finish_reason is not None  # no token was asked for
+        try:
+            if finished:
+                yield StreamEvent(0, [], "", emission.finish_reason, emission.output())
+                return
+            batch = self._batch = self._batch or Batch(self.engine, 1, capacity_for([emission]))
+            batch.state.generator.manual_seed(emission.seed)
+            batch.submit(emission)
+            while batch.busy:
+                for event in batch.advance():
+                    finished = event.output is not None
+                    pieces.append(event.text)
+                    yield event
+        finally:
+            if self._batch is not None:
+                self._batch.drop_requests()
+            answer = "".join(pieces)
+            if finished or answer:
+                self.messages += [turn, {"role": "assistant", "content": answer}]
+            self._answering = False
+
+
+def _single(params: SamplingParams) -> SamplingParams:
+    if params.n != 1:
+        raise ValueError(f"n is {params.n}; allowed in a chat: 1; use generate for several outputs")
+    return params
