@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aquiline import text
@@ -48,11 +49,11 @@ class ChatSession:
         self._batch: Batch | None = None
         self._answering = False
 
-    def send(self, message: str, params: SamplingParams | None = None) -> GenerationOutput:
+    def send(self, message: str, params: SamplingParams | None = None, **settings: Any) -> GenerationOutput:
         """Says `message` and returns the whole answer; see `stream`."""
-        return next(event.output for event in self.stream(message, params) if event.output is not None)
+        return [event.output for event in self.stream(message, params, **settings) if event.output is not None][0]
 
-    def stream(self, message: str, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, message: str, params: SamplingParams | None = None, **settings: Any) -> Iterator[StreamEvent]:
         """Says `message` and yields the answer as it comes.
 
         Both become part of `messages` when the answer ends. An answer that is closed or
@@ -61,6 +62,7 @@ class ChatSession:
         Args:
             message: what the user says.
             params: settings of this answer instead of the defaults.
+            **settings: fields of `SamplingParams` that override them.
 
         Raises:
             ValueError: at the call, before any work, if the conversation no longer fits.
@@ -68,7 +70,7 @@ class ChatSession:
         """
         if self._answering:
             raise RuntimeError("the last answer is still being streamed; finish or close it first")
-        params = self.defaults if params is None else _single(params)
+        params = _single(replace(params or self.defaults, **settings))
         turn = {"role": "user", "content": message}
         tokens = text.encode(self.engine.tokenizer, self.engine.target.shape.vocab_size, [*self.messages, turn])
         request = Request(tokens, params)
