@@ -1,13 +1,15 @@
-"""Draft heads in the layout of the reference repository (SafeAILab/EAGLE), read strictly.
+"""The layout of the reference repository (SafeAILab/EAGLE), in which heads are kept here.
 
-Source: tensors and keys as published for EAGLE-1/2 and EAGLE-3; see `docs/ARCHITECTURE.md`.
+`midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`, `t2d` for EAGLE-3; `fc`, `layers.0.*` for EAGLE-1/2. The
+configuration carries a few keys more than the reference reads, all of them either known to engines
+or named `aquiline_…`; what the reference would *misread* is refused by `aquiline export` instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,224 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.drafters.eagle import DraftHead, HeadConfig, build_network
-from aquiline.targets.layers import LayerConfig
-from aquiline.targets.rope import rope_from_hf
-from aquiline.targets.target import Feature, TargetShape, eagle3_layers
+from aquiline.checkpoints.draft_vocab import membership, offsets
+from aquiline.checkpoints.heads import read_any_head
+from aquiline.checkpoints.stored_head import StoredHead, stored_from_head
+from aquiline.drafters.eagle import DraftHead, HeadConfig
+from aquiline.targets.rope import RopeConfig
+from aquiline.targets.target import TargetShape
 
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json of a head's folder.
-
-    Raises:
-        ValueError: if it is missing or is not a JSON object.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a draft head: it has no config.json")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return config
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a head: model.safetensors, else pytorch_model.bin without code.
-
-    Raises:
-        ValueError: if there is no file, it is corrupt, or a pickle holds more than tensors.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            if name.endswith(".safetensors"):
-                return load_file(path)
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
-        except (
-            SafetensorError,
-            pickle.UnpicklingError,
-            RuntimeError,
-            EOFError,
-            ValueError,
-        ) as error:
-            raise ValueError(
-                f"{path} cannot be read: {error}. Fetch the head again; code in pickles is refused"
-            ) from error
-    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
-
-
-def head_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetShape) -> HeadConfig:
-    """Derives the head's configuration from config.json and the tensors' names.
-
-    Args:
-        config: config.json.
-        tensors: as read.
-        target: the target that the head is meant for.
-
-    Raises:
-        ValueError: if the head does not fit the target; says in which size.
-    """
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        if key not in config:
-            raise ValueError(f"config.json of the head lacks {key!r}")
-    eagle3 = "midlayer.self_attn.q_proj.weight" in tensors
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    width = int(config.get("target_hidden_size") or hidden)
-    if width != target.hidden_size:
-        raise ValueError(f"the head was made for hidden_size {width}, this target has {target.hidden_size}")
-    if config["vocab_size"] != target.vocab_size:
-        raise ValueError(
-            f"the head was made for vocab_size {config['vocab_size']}, this target has {target.vocab_size}"
-        )
-    head_dim = config.get("head_dim") or hidden // heads
-    layer = LayerConfig(
-        hidden_size=hidden,
-        intermediate_size=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=rope_from_hf(config, head_dim),
-        qkv_bias=bool(config.get("qkv_bias", False)),
-    )
-    declared = config.get("eagle_aux_hidden_state_layer_ids")
-    features: tuple[Feature, ...] = ("final",)
-    if eagle3:
-        features = tuple(declared) if declared else eagle3_layers(target.num_layers)
-    return HeadConfig(
-        kind="eagle3" if eagle3 else "eagle",
-        layer=layer,
-        vocab_size=config["vocab_size"],
-        draft_vocab_size=(config.get("draft_vocab_size") or config["vocab_size"]) if eagle3 else config["vocab_size"],
-        target_hidden_size=width,
-        features=features,
-        num_layers=config.get("num_hidden_layers", 1),
-        max_positions=config.get("max_position_embeddings", 2048),
-        fc_bias="fc.bias" in tensors,
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
-        norm_before_fc=bool(config.get("norm_before_fc", False)),
-        fc_norm=bool(config.get("fc_norm", False)),
-        norm_output=bool(config.get("norm_output", False)),
-    )
-
-
-def draft_vocabulary(tensors: Mapping[str, Tensor], config: HeadConfig) -> Tensor | None:
-    """Returns (Vd,) int64 target ids of the draft ids, or None where they coincide.
-
-    `d2t` is an offset: target id = draft id + d2t[draft id]. `t2d` must agree with it.
-
-    Raises:
-        ValueError: if the map is missing, out of range, unsorted or inconsistent.
-    """
-    if config.draft_vocab_size == config.vocab_size:
-        return None
-    if "d2t" not in tensors:
-        raise ValueError(f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no d2t")
-    offsets = tensors["d2t"].to(torch.int64)
-    if offsets.shape != (config.draft_vocab_size,):
-        raise ValueError(f"d2t has shape {tuple(offsets.shape)}, expected ({config.draft_vocab_size},)")
-    ids = offsets + torch.arange(config.draft_vocab_size)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or not bool((ids.diff() > 0).all()):
-        raise ValueError(
-            f"d2t must map to increasing target ids in 0 … {config.vocab_size - 1}; is it absolute, not offset?"
-        )
-    if "t2d" in tensors:
-        member = torch.zeros(config.vocab_size, dtype=torch.bool)
-        member[ids] = True
-        if not torch.equal(member, tensors["t2d"].to(torch.bool)):
-            raise ValueError("t2d and d2t name different tokens")
-    return ids
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def read_head(folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> DraftHead:
-    """Reads a head; every missing or unexpected tensor is an error that names it.
+    """Reads a head of any dialect; every missing or unexpected tensor is an error that names it.
 
     Args:
-        folder: folder with config.json and model.safetensors or pytorch_model.bin.
+        folder: folder with config.json and the weights.
         target: sizes of the target.
         dtype: dtype of the head's weights in memory.
 
     Raises:
         ValueError: for anything that is not exactly a head for this target.
     """
-    folder = Path(folder)
-    raw, tensors = read_config(folder), read_tensors(folder)
-    config = head_config(raw, tensors, target)
-    network = build_network(config).to(dtype)
-    extra = {"embed_tokens.weight", "d2t", "t2d", "layers.0.self_attn.rotary_emb.inv_freq"}
-    given = {name: tensor for name, tensor in tensors.items() if name not in extra}
-    expected = network.state_dict()
-    missing, unexpected = (
-        sorted(expected.keys() - given.keys()),
-        sorted(given.keys() - expected.keys()),
-    )
-    if missing or unexpected:
-        raise ValueError(f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}")
-    for name, parameter in expected.items():
-        if parameter.shape != given[name].shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}"
-            )
-        if not bool(torch.isfinite(given[name]).all()):
-            raise ValueError(f"{folder}: {name} holds NaN or infinity")
-        with torch.no_grad():
-            parameter.copy_(given[name])
-    embedding = tensors.get("embed_tokens.weight")
-    if embedding is None and config.hidden_size != target.hidden_size:
-        raise ValueError(f"{folder}: a head of another width than its target needs embed_tokens.weight")
-    return DraftHead(
-        network=network.eval(),
-        draft_to_target=draft_vocabulary(tensors, config),
-        embedding=None if embedding is None else embedding.to(dtype),
-        target_fingerprint=raw.get("aquiline_target_fingerprint"),
-    )
-
-
-def config_to_json(config: HeadConfig, *, fingerprint: str | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns config.json of a head; `bias` false and both rope keys, which engines misread otherwise."""
-    layer = config.layer
-    eagle3 = config.kind == "eagle3"
-    result: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
-        "model_type": "llama",
-        "bias": config.fc_bias,
-        "attention_bias": False,
-        "hidden_act": layer.activation,
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
-        "num_hidden_layers": config.num_layers,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": layer.rms_norm_eps,
-        "rope_theta": layer.rope.theta,
-        "rope_parameters": {"rope_theta": layer.rope.theta, "rope_type": "default"},
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "vocab_size": config.vocab_size,
-    }
-    if layer.qkv_bias:
-        result["qkv_bias"] = True
-    if config.target_hidden_size != layer.hidden_size:
-        result["target_hidden_size"] = config.target_hidden_size
-    if eagle3:
-        result["draft_vocab_size"] = config.draft_vocab_size
-        result["eagle_aux_hidden_state_layer_ids"] = list(config.features)
-    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        if getattr(config, flag):
-            result[flag] = True
-    if fingerprint:
-        result["aquiline_target_fingerprint"] = fingerprint
-    return result
+    return read_any_head(folder, target, dtype)[0]
 
 
 def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -244,22 +50,98 @@ def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.b
         head: what to write; embeddings only if they are the head's own.
         dtype: dtype of the stored weights.
     """
+    stored = stored_from_head(head, dtype)
+    write_folder(folder, native_config(stored), file_tensors(stored))
+
+
+def native_config(stored: StoredHead) -> dict[str, Any]:
+    """Returns config.json as this project keeps heads."""
+    config = stored.config
+    result = llama_config(config, stored.dtype)
+    result["bias"] = config.fc_bias
+    if config.layer.qkv_bias:
+        result["qkv_bias"] = True
+    if config.kind == "eagle3":
+        result["eagle_aux_hidden_state_layer_ids"] = list(config.features)
+    if stored.fingerprint:
+        result["aquiline_target_fingerprint"] = stored.fingerprint
+    return result
+
+
+def llama_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the keys of config.json that all engines agree on.
+
+    `bias` is false, because engines take it for the bias of the attention, and the rope base is
+    there twice, because readers of either key fall back to 10000 in silence.
+    """
+    layer, eagle3 = config.layer, config.kind == "eagle3"
+    result: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "bias": False,
+        "attention_bias": False,
+        "hidden_act": layer.activation,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": layer.rms_norm_eps,
+        **rope_keys(layer.rope),
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": config.vocab_size,
+    }
+    if config.target_hidden_size != layer.hidden_size:
+        result["target_hidden_size"] = config.target_hidden_size
+    if eagle3:
+        result["draft_vocab_size"] = config.draft_vocab_size
+    result.update({flag: True for flag in FLAGS if getattr(config, flag)})
+    return result
+
+
+def rope_keys(rope: RopeConfig) -> dict[str, Any]:
+    """Returns `rope_theta`, `rope_parameters`, and `rope_scaling` where there is some."""
+    parameters = {**dict(rope.scaling or {}), "rope_theta": rope.theta, "rope_type": rope.kind}
+    parameters.pop("type", None)
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_parameters": parameters}
+    if rope.kind != "default":
+        keys["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    return keys
+
+
+def file_tensors(stored: StoredHead, first_layer: str = "midlayer") -> dict[str, Tensor]:
+    """Returns the tensors under the names of files: layers counted from 0, the map as offsets.
+
+    Args:
+        stored: the head.
+        first_layer: what the file calls the first layer of an EAGLE-3 head, "midlayer" or "layers.0".
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.tensors.items():
+        found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        if found and stored.config.kind == "eagle3":
+            name = f"layers.{int(found[1]) + 1}.{found[2]}"
+        tensors[re.sub(r"^midlayer\.", f"{first_layer}.", name)] = tensor
+    if stored.draft_to_target is not None:
+        tensors["d2t"] = offsets(stored.draft_to_target)
+        tensors["t2d"] = membership(stored.draft_to_target, stored.config.vocab_size)
+    if stored.embedding is not None:
+        tensors["embed_tokens.weight"] = stored.embedding
+    return tensors
+
+
+def write_folder(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes model.safetensors and config.json, each atomically; makes the folder."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = head.config
-    tensors = {name: t.detach().to(dtype).contiguous() for name, t in head.network.state_dict().items()}
-    if head.draft_to_target is not None:
-        ids = head.draft_to_target.to(torch.int64).cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][ids] = True
-    if head.embedding is not None:
-        tensors["embed_tokens.weight"] = head.embedding.detach().to(dtype).contiguous()
-    text = json.dumps(config_to_json(config, fingerprint=head.target_fingerprint, dtype=dtype), indent=2)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        save_file(tensors, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
-        (Path(scratch) / "config.json").write_text(text + "\n")
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
+        (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in ("model.safetensors", "config.json"):
             os.replace(Path(scratch) / name, folder / name)

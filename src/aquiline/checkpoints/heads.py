@@ -1,0 +1,200 @@
+"""Draft heads of any dialect: read, or only explained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aquiline.checkpoints.dialects import Translated, translate
+from aquiline.checkpoints.draft_vocab import DraftVocabulary, resolve_vocabulary
+from aquiline.checkpoints.gguf_head import read_gguf_head
+from aquiline.checkpoints.head_files import read_head_files
+from aquiline.checkpoints.head_report import HeadReport
+from aquiline.checkpoints.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
+from aquiline.checkpoints.stored_head import StoredHead, check_tensors, check_values, head_config, head_from_stored
+from aquiline.drafters.eagle import DraftHead, HeadConfig
+from aquiline.targets.target import TargetShape
+
+
+@dataclass(frozen=True)
+class HeadChoices:
+    """What a reader may overrule, where a checkpoint is silent or known to be wrong.
+
+    Attributes:
+        layer_ids: "boundary" or "output", the convention of its layer ids.
+        norm_before_residual: for speculators checkpoints that do not say.
+        rope_theta: base of the rotary frequencies.
+    """
+
+    layer_ids: str | None = None
+    norm_before_residual: bool | None = None
+    rope_theta: float | None = None
+
+
+def read_any_head(
+    path: str | Path,
+    target: TargetShape,
+    dtype: torch.dtype = torch.float32,
+    choices: HeadChoices | None = None,
+) -> tuple[DraftHead, HeadReport]:
+    """Reads an EAGLE head of any dialect; anything missing, excessive or odd is an error.
+
+    Args:
+        path: folder of the head, or a GGUF file.
+        target: sizes of the target.
+        dtype: dtype of the head's weights in memory.
+        choices: what to overrule.
+
+    Raises:
+        ValueError: for anything that is not exactly a head for this target; names the file, the
+            key, what was expected and what to do.
+    """
+    stored, report = read_stored_head(path, target, choices)
+    return head_from_stored(stored, dtype), report
+
+
+def inspect_head(path: str | Path, target: TargetShape | None = None, choices: HeadChoices | None = None) -> HeadReport:
+    """Explains a head without building it; with `target`, checks that it fits.
+
+    Raises:
+        ValueError: as `read_any_head`.
+    """
+    return read_stored_head(path, target, choices)[1]
+
+
+def read_stored_head(
+    path: str | Path, target: TargetShape | None, choices: HeadChoices | None = None
+) -> tuple[StoredHead, HeadReport]:
+    """Reads a head's tensors in their stored dtypes, checked.
+
+    Raises:
+        ValueError: as `read_any_head`.
+    """
+    path, choices = Path(path), choices or HeadChoices()
+    if path.is_file() and path.suffix == ".gguf":
+        translated = read_gguf_head(path)
+        files: tuple[str, ...] = (path.name,)
+    else:
+        read = read_head_files(path)
+        translated, files = translate(read), read.names
+    place = str(path)
+    raw = _overruled(translated.config, choices)
+    tensors = dict(translated.tensors)
+    d2t, t2d, embedding = (tensors.pop(name, None) for name in ("d2t", "t2d", "embed_tokens.weight"))
+    ids = None
+    if translated.kind == "eagle3":
+        ids = resolve_layer_ids(raw, target.num_layers if target else None, place, choices.layer_ids)
+    config = head_config(translated.kind, raw, tensors, target, ids, place)
+    fc_notes = _check_fc_bias(translated, raw, config, place)
+    check_tensors(config, tensors, place)
+    vocabulary = _vocabulary(config, d2t, t2d, place)
+    _check_embedding(config, embedding, place)
+    stored = StoredHead(config, tensors, vocabulary.ids, embedding, raw.get("aquiline_target_fingerprint"))
+    notes = (*translated.notes, *fc_notes, *_doubts(stored, raw, translated.dialect, target, choices))
+    return stored, _report(path, translated.dialect, files, stored, ids, vocabulary, target, notes)
+
+
+def _overruled(config: Mapping[str, Any], choices: HeadChoices) -> dict[str, Any]:
+    raw = dict(config)
+    if choices.norm_before_residual is not None:
+        raw["norm_before_residual"] = choices.norm_before_residual
+    if choices.rope_theta is not None:
+        raw["rope_theta"] = choices.rope_theta
+        if raw.get("rope_parameters"):
+            raw["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": choices.rope_theta}
+    return raw
+
+
+def _check_fc_bias(translated: Translated, raw: Mapping[str, Any], config: HeadConfig, place: str) -> list[str]:
+    """The key `bias` means the fc's bias; in EAGLE-1/2 its absence means that there is one."""
+    declared = raw.get("bias")
+    if declared and not config.fc_bias:
+        raise ValueError(
+            f'{place}: config.json says "bias": true, but fc.bias is missing; expected ({config.hidden_size},). '
+            'If the head has none, write "bias": false'
+        )
+    if declared is False and config.fc_bias and translated.dialect != "sglang":
+        raise ValueError(
+            f'{place}: fc.bias is there, but config.json says "bias": false; the reference implementation would '
+            'drop it. Write "bias": true if the head was trained with it, or remove the tensor'
+        )
+    if declared is None and not config.fc_bias and config.kind == "eagle" and translated.dialect == "safeailab":
+        return ["bias is not named and fc.bias not there: no bias (the reference would make up one from noise)"]
+    return []
+
+
+def _vocabulary(config: HeadConfig, d2t: Tensor | None, t2d: Tensor | None, place: str) -> DraftVocabulary:
+    if config.kind == "eagle" and (d2t is not None or t2d is not None):
+        raise ValueError(f"{place}: d2t or t2d is there, but an EAGLE-1/2 head drafts all tokens; it is another method")
+    return resolve_vocabulary(d2t, t2d, config.draft_vocab_size, config.vocab_size, place)
+
+
+def _check_embedding(config: HeadConfig, embedding: Tensor | None, place: str) -> None:
+    if embedding is None:
+        if config.hidden_size != config.target_hidden_size:
+            raise ValueError(
+                f"{place}: embed_tokens.weight is missing; a head of width {config.hidden_size} cannot use the "
+                f"embedding of a target of width {config.target_hidden_size}, fetch the head with its embedding"
+            )
+        return
+    expected = (config.vocab_size, config.hidden_size)
+    if tuple(embedding.shape) != expected:
+        raise ValueError(f"{place}: embed_tokens.weight has shape {tuple(embedding.shape)}, expected {expected}")
+    check_values("embed_tokens.weight", embedding, place)
+
+
+def _doubts(
+    stored: StoredHead, raw: Mapping[str, Any], dialect: str, target: TargetShape | None, choices: HeadChoices
+) -> list[str]:
+    """What is legal and still a frequent cause of low acceptance."""
+    notes, theta = [], stored.config.layer.rope.theta
+    named = raw.get("rope_theta") is not None or (raw.get("rope_parameters") or {}).get("rope_theta") is not None
+    if not named:
+        notes.append("no rope base is named: 10000, as in the reference implementation")
+    elif dialect == "angelslim" and theta != 10000 and choices.rope_theta is None:
+        notes.append(f"AngelSlim heads that name the base {theta:g} were reported to accept more with 10000")
+    if (
+        target is not None
+        and choices.layer_ids is None
+        and looks_like_outputs(stored.config.features, target.num_layers)
+    ):
+        notes.append("the features are one layer below the default; if acceptance is low, read the ids as outputs")
+    if raw.get("tie_word_embeddings") and stored.config.kind == "eagle3":
+        notes.append("tie_word_embeddings is ignored: the head's LM head is its own")
+    if stored.embedding is not None and stored.config.hidden_size == stored.config.target_hidden_size:
+        notes.append("it brings its own embedding, which is used; most heads share the target's")
+    return notes
+
+
+def _report(
+    path: Path,
+    dialect: str,
+    files: tuple[str, ...],
+    stored: StoredHead,
+    ids: LayerIds | None,
+    vocabulary: DraftVocabulary,
+    target: TargetShape | None,
+    notes: tuple[str, ...],
+) -> HeadReport:
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in stored.tensors.values()})
+    return HeadReport(
+        path=str(path),
+        dialect=dialect,
+        files=files,
+        config=stored.config,
+        dtype=" and ".join(dtypes),
+        parameters=stored.parameters,
+        features=ids.source if ids else "after the final norm, as EAGLE-1/2 does",
+        vocabulary=vocabulary.source,
+        embedding="the target's" if stored.embedding is None else "its own",
+        fingerprint=stored.fingerprint,
+        checked_against=None
+        if target is None
+        else f"fits a target with hidden {target.hidden_size}, {target.vocab_size} tokens, {target.num_layers} layers",
+        notes=notes,
+    )

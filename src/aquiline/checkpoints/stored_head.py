@@ -1,0 +1,240 @@
+"""A draft head as tensors and configuration, between its files and its network.
+
+Readers make one, writers take one: tensors keep their stored dtype and bits on the way through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aquiline.checkpoints.layer_ids import LayerIds
+from aquiline.drafters.eagle import DraftHead, HeadConfig, build_network
+from aquiline.targets.layers import LayerConfig
+from aquiline.targets.rope import RopeConfig, rope_from_hf
+from aquiline.targets.target import TargetShape
+
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_FLAGS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+
+
+@dataclass(frozen=True, eq=False)
+class StoredHead:
+    """A head that belongs to no format.
+
+    Attributes:
+        config: the network's configuration.
+        tensors: exactly the names of the network's state dict, in stored dtypes.
+        draft_to_target: (Vd,) int64 increasing target ids, or None where they coincide.
+        embedding: (V, H_draft) the head's own embedding, or None.
+        fingerprint: of the target that it was trained for, or None.
+    """
+
+    config: HeadConfig
+    tensors: Mapping[str, Tensor]
+    draft_to_target: Tensor | None = None
+    embedding: Tensor | None = None
+    fingerprint: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the matrices (norms may be stored wider)."""
+        return self.tensors["fc.weight"].dtype
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, the embedding included."""
+        own = 0 if self.embedding is None else self.embedding.numel()
+        return own + sum(tensor.numel() for tensor in self.tensors.values())
+
+
+def stored_from_head(head: DraftHead, dtype: torch.dtype) -> StoredHead:
+    """Returns the tensors of a head in `dtype`."""
+    embedding = head.embedding
+    return StoredHead(
+        config=head.config,
+        tensors={name: t.detach().cpu().to(dtype).contiguous() for name, t in head.network.state_dict().items()},
+        draft_to_target=None if head.draft_to_target is None else head.draft_to_target.cpu(),
+        embedding=None if embedding is None else embedding.detach().cpu().to(dtype).contiguous(),
+        fingerprint=head.target_fingerprint,
+    )
+
+
+def head_from_stored(stored: StoredHead, dtype: torch.dtype) -> DraftHead:
+    """Builds the network, with weights in `dtype`, in evaluation mode."""
+    with torch.device("meta"):
+        network = build_network(stored.config)
+    weights = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in stored.tensors.items()}
+    network.load_state_dict(weights, strict=True, assign=True)
+    return DraftHead(
+        network=network.eval(),
+        draft_to_target=stored.draft_to_target,
+        embedding=None if stored.embedding is None else stored.embedding.to(dtype),
+        target_fingerprint=stored.fingerprint,
+    )
+
+
+def head_config(
+    kind: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: TargetShape | None,
+    layer_ids: LayerIds | None,
+    place: str,
+) -> HeadConfig:
+    """Derives the network's configuration from a flat config.json and the tensors' names.
+
+    Args:
+        kind: "eagle" or "eagle3".
+        config: flat configuration, see `dialects`.
+        tensors: as read; biases are where they have some.
+        target: the target that the head is meant for, or None to check nothing against it.
+        layer_ids: features of an EAGLE-3 head.
+        place: for messages.
+
+    Raises:
+        ValueError: if a size is missing or the head does not fit the target; says which.
+    """
+    _check_sizes(config, target, place)
+    layer = _layer_config(kind, config, tensors, place)
+    eagle3 = kind == "eagle3"
+    return HeadConfig(
+        kind=kind,
+        layer=layer,
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=(config.get("draft_vocab_size") or config["vocab_size"]) if eagle3 else config["vocab_size"],
+        target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
+        features=layer_ids.features if layer_ids else ("final",),
+        num_layers=config.get("num_hidden_layers") or 1,
+        max_positions=config.get("max_position_embeddings") or 2048,
+        fc_bias="fc.bias" in tensors,
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_before_fc=bool(config.get("norm_before_fc", False)),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
+    )
+
+
+def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor], place: str) -> None:
+    """Raises ValueError unless `tensors` are exactly the network's, finite, and of its shapes."""
+    with torch.device("meta"):
+        expected = build_network(config).state_dict()
+    missing = sorted(expected.keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"{place}: {_listed(missing)} missing; expected {_remedy(missing[0], config)}")
+    unexpected = sorted(tensors.keys() - expected.keys())
+    if unexpected:
+        raise ValueError(f"{place}: {_listed(unexpected)} unexpected in this head; {_excess(unexpected[0])}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{place}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)} from "
+                f"config.json{_shape_hint(name, tensor, config)}"
+            )
+        check_values(name, tensor, place)
+
+
+def check_values(name: str, tensor: Tensor, place: str) -> None:
+    """Raises ValueError unless a tensor holds finite floating-point weights."""
+    if tensor.dtype not in FLOATING:
+        raise ValueError(
+            f"{place}: {name} has dtype {tensor.dtype}, expected floating point; quantised heads are not read"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{place}: {name} holds NaN or infinity; the head is damaged, fetch or train it again")
+
+
+def _check_sizes(config: Mapping[str, Any], target: TargetShape | None, place: str) -> None:
+    for key in _SIZES:
+        value = config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            said = f"says {key} = {value!r}" if key in config else f"lacks {key!r}"
+            raise ValueError(
+                f"{place}: config.json {said}, expected a positive number; take it from the target's config"
+            )
+    if target is None:
+        return
+    width = config.get("target_hidden_size") or config["hidden_size"]
+    if width != target.hidden_size:
+        raise ValueError(
+            f"{place}: the head was made for a target with hidden_size {width}, this target has {target.hidden_size}; "
+            "use the head of this target"
+        )
+    if config["vocab_size"] != target.vocab_size:
+        raise ValueError(
+            f"{place}: the head was made for a target with vocab_size {config['vocab_size']}, this target has "
+            f"{target.vocab_size}; use the head of this target"
+        )
+
+
+def _layer_config(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], place: str) -> LayerConfig:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    first = "midlayer." if kind == "eagle3" else "layers.0."
+    for key, name in (("qkv_bias", "q_proj.bias"), ("attention_bias", "q_proj.bias")):
+        if config.get(key) and f"{first}self_attn.{name}" not in tensors:
+            raise ValueError(
+                f"{place}: config.json says {key}, but {first}self_attn.{name} is missing; fetch the head again"
+            )
+    return LayerConfig(
+        hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        rope=_rope(config, head_dim, place),
+        qkv_bias=f"{first}self_attn.q_proj.bias" in tensors,
+        o_bias=f"{first}self_attn.o_proj.bias" in tensors,
+        mlp_bias=f"{first}mlp.gate_proj.bias" in tensors,
+        qk_norm=f"{first}self_attn.q_norm.weight" in tensors,
+        activation=config.get("hidden_act") or "silu",
+    )
+
+
+def _rope(config: Mapping[str, Any], head_dim: int, place: str) -> RopeConfig:
+    inner = (config.get("rope_parameters") or {}).get("rope_theta")
+    outer = config.get("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        raise ValueError(
+            f"{place}: config.json says rope_theta {outer} and rope_parameters.rope_theta {inner}; engines read "
+            "either, keep the one that the head was trained with in both"
+        )
+    return rope_from_hf(config, head_dim)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def _remedy(name: str, config: HeadConfig) -> str:
+    if name == "lm_head.weight":
+        return "the head's own LM head; one that borrows the target's (SGLang without draft_vocab_size) is not read"
+    if name.startswith(("fc_norm", "input_norm")):
+        return "the norms that config.json announces; its flags or the file belong to another head"
+    return f"the tensors of an {'EAGLE-3' if config.kind == 'eagle3' else 'EAGLE-1/2'} head; fetch the head again"
+
+
+def _excess(name: str) -> str:
+    for flag, tensor in _FLAGS.items():
+        if name == tensor:
+            return f'config.json does not say "{flag}": true, so engines would ignore it; add it if it was trained so'
+    return "fetch the head again, or ask its author which method it is"
+
+
+def _shape_hint(name: str, tensor: Tensor, config: HeadConfig) -> str:
+    if name == "lm_head.weight" and tensor.shape[0] == config.vocab_size:
+        return (
+            "; it has a row for each target token, so the embedding was probably written over the LM head "
+            "(tie_word_embeddings true while saving)"
+        )
+    if name == "fc.weight" and config.kind == "eagle3" and tensor.shape[1] % config.target_hidden_size == 0:
+        read = tensor.shape[1] // config.target_hidden_size
+        return f"; it reads {read} features, config.json names {len(config.features)}"
+    return "; its sizes or the file belong to another head"
