@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, truncate
-from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
 from aquiline.sampling import TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target, TargetOutput
@@ -196,13 +196,9 @@ def step(
         lossy: an acceptance rule that changes the output distribution.
     """
     stats, requests = state.stats, [_occupied(state, row) for row in rows]
-    prefixes = [request.tokens for request in requests]
-    root = torch.tensor([tokens[-1] for tokens in prefixes], device=target.device)
+    root = torch.tensor([request.tokens[-1] for request in requests], device=target.device)
     with stats.timed("draft"):
-        if drafter is None or max_depth == 0:
-            tree = trees.root_only(root)
-        else:
-            tree = drafter.propose(root, prefixes, rows, state.drafter_state, max_depth)
+        tree = _propose(drafter, root, requests, rows, state, max_depth)
     with stats.timed("target"):
         out = _forward_tree(target, tree, state.cache, rows, drafter.features if drafter else ())
     with stats.timed("accept"):
@@ -215,6 +211,8 @@ def step(
             request.tokens.extend(tokens)
     if drafter is not None:
         with stats.timed("extend"):
+            if isinstance(drafter, ObservingDrafter):
+                drafter.observe(tree, out.logits, rows, state.drafter_state)
             _extend(drafter, out, acceptance, emitted, requests, rows, state.drafter_state)
     _count(tree, paths, requests, lossy is not None and not lossy.exact)
     return [
@@ -235,6 +233,24 @@ def _occupied(state: DecodeState, row: int) -> Row:
     request = state.rows[row]
     assert request is not None, f"slot {row} is free"
     return request
+
+
+def _propose(
+    drafter: Drafter | None,
+    root: Tensor,
+    requests: Sequence[Row],
+    rows: Sequence[int],
+    state: DecodeState,
+    max_depth: int | None,
+) -> DraftTree:
+    if drafter is None or max_depth == 0:
+        return trees.root_only(root)
+    prefixes = [request.tokens for request in requests]
+    choosers = [request.chooser for request in requests]
+    samples = any(chooser.params.temperature > 0 for chooser in choosers)
+    if samples and isinstance(drafter, SamplingDrafter) and drafter.sampled:
+        return drafter.propose_sampled(root, prefixes, rows, state.drafter_state, choosers, state.generator, max_depth)
+    return drafter.propose(root, prefixes, rows, state.drafter_state, max_depth)
 
 
 def _forward_tree(
@@ -292,7 +308,8 @@ def _extend(
 
 def _count(tree: DraftTree, paths: Sequence[Sequence[int]], requests: Sequence[Row], lossy: bool) -> None:
     parents, nodes = tree.parents.tolist(), tree.num_nodes.tolist()
+    candidates = nodes if tree.num_candidates is None else tree.num_candidates.tolist()
     for i, (path, request) in enumerate(zip(paths, requests, strict=True)):
-        offered = len(path) - 1 + (path[-1] in parents[i][: nodes[i]])
+        offered = len(path) - 1 + (path[-1] in parents[i][: candidates[i]])
         request.stats.count_step(len(path) - 1, offered, nodes[i] - 1)
         request.stats.lossy = request.stats.lossy or lossy

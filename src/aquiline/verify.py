@@ -130,7 +130,7 @@ def accept_sampled(
     Args:
         tree: B trees with `draft_probs`; siblings in drawing order by node index.
         logits: (B, N, V).
-        choosers: B choosers with temperature > 0.
+        choosers: B choosers; at temperature 0 the target's distribution is its arg-max alone.
         prefixes: B token sequences up to and including the root.
         generator: source of the uniform draws.
 
@@ -140,12 +140,10 @@ def accept_sampled(
     paths, next_tokens = [], []
     tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
     for row, chooser in enumerate(choosers):
-        if chooser.params.temperature == 0:
-            raise ValueError("sampled drafts need temperature > 0; at temperature 0 draft without sampling")
         path, taken, node, token = [0], list[int](), 0, -1
         while token < 0:
             below = [i for i in range(1, counts[row]) if parents[row][i] == node]
-            p = chooser.probabilities(logits[row, node], [*prefixes[row], *taken]).double()
+            p = _law(chooser, logits[row, node], [*prefixes[row], *taken])
             q = tree.draft_probs[row, node].double()
             entered, p = _rounds([tokens[row][i] for i in below], p, q, generator)
             if entered is None:
@@ -157,6 +155,15 @@ def accept_sampled(
         paths.append(path)
         next_tokens.append(token)
     return pack(paths, next_tokens, logits.device)
+
+
+def _law(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+    """(V,) float64 distribution of the target's token; all on one token at temperature 0."""
+    if chooser.params.temperature > 0:
+        return chooser.probabilities(logits, prefix).double()
+    certain = torch.zeros_like(logits, dtype=torch.float64)
+    certain[chooser(logits, prefix)] = 1
+    return certain
 
 
 def _rounds(candidates: Sequence[int], p: Tensor, q: Tensor, generator: torch.Generator) -> tuple[int | None, Tensor]:
@@ -237,7 +244,8 @@ def accept_lossy(
             "temperature is 0: lossy acceptance needs temperature > 0; drop the lossy rule for greedy output"
         )
     paths, next_tokens = [], []
-    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+    limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
+    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), limits.tolist()
     enter = _enter_threshold if rule.kind == "threshold" else _enter_typical
     for row, chooser in enumerate(choosers):
         path, prefix, node = [0], list(prefixes[row]), 0

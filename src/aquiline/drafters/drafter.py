@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from aquiline.sampling import TokenChooser
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree
 
@@ -65,4 +67,51 @@ class Drafter(Protocol):
 
     def reset(self, row: int, length: int, state: Any) -> None:
         """Forgets all but the first `length` tokens of a row (0 frees the slot)."""
+        ...
+
+
+@runtime_checkable
+class SamplingDrafter(Protocol):
+    """A drafter that can also *draw* its drafts from its own distribution."""
+
+    sampled: bool
+    """The loop calls `propose_sampled` in place of `propose` in steps where a row samples."""
+
+    def propose_sampled(
+        self,
+        root: Tensor,
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: Any,
+        choosers: Sequence[TokenChooser],
+        generator: torch.Generator,
+        max_depth: int | None = None,
+    ) -> DraftTree:
+        """As `Drafter.propose`, with `DraftTree.draft_probs`.
+
+        Args:
+            root: (B,) int64.
+            prefixes: per row, all tokens up to and including the root.
+            rows: B row slots.
+            state: may be mutated.
+            choosers: per row, the settings that the target's tokens are chosen with.
+            generator: source of the draws.
+            max_depth: deepest level worth drafting.
+        """
+        ...
+
+
+@runtime_checkable
+class ObservingDrafter(Protocol):
+    """A drafter that learns from what the target said at the nodes of its tree."""
+
+    def observe(self, tree: DraftTree, logits: Tensor, rows: Sequence[int], state: Any) -> None:
+        """Called after each step, before `extend`.
+
+        Args:
+            tree: the verified tree; root-only where no draft was asked for.
+            logits: (B, N, V) target logits at its nodes.
+            rows: B row slots.
+            state: mutated.
+        """
         ...

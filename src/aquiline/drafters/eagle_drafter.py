@@ -12,7 +12,9 @@ from torch import Tensor
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, truncate
 from aquiline.drafters.eagle import DraftHead, EagleNetwork, forward_network, new_draft_cache
+from aquiline.drafters.sampled import DrawnCandidates, check_ranks
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy, best_nodes
+from aquiline.sampling import TokenChooser
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
@@ -54,9 +56,17 @@ class EagleDrafter:
         head: the draft head.
         target: gives embeddings, and for EAGLE-1/2 the LM head.
         policy: the shape of the trees.
+        sampled: draw the children, where a row samples, instead of taking the likeliest
+            (EAGLE-1's Algorithm 1); a chain or a static tree. The output is then equal to plain
+            decoding in distribution, not token for token.
     """
 
-    def __init__(self, head: DraftHead, target: Target, policy: TreePolicy) -> None:
+    def __init__(self, head: DraftHead, target: Target, policy: TreePolicy, *, sampled: bool = False) -> None:
+        if sampled and isinstance(policy, DynamicTree):
+            raise ValueError("sampled drafts need a tree whose shape is fixed beforehand: use a chain or a static tree")
+        if sampled and isinstance(policy, StaticTree):
+            check_ranks(policy)
+        self.sampled = sampled
         self.head, self.target, self.policy = head, target, policy
         self.features = head.config.features
         weight = head.network.fc.weight
@@ -113,6 +123,28 @@ class EagleDrafter:
         if isinstance(self.policy, StaticTree):
             return self._static(root, rows, state, [path for path in self.policy.paths if len(path) <= depth])
         return self._dynamic(root, rows, state, _fitted(self.policy, depth))
+
+    def propose_sampled(
+        self,
+        root: Tensor,
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: EagleState,
+        choosers: Sequence[TokenChooser],
+        generator: torch.Generator,
+        max_depth: int | None = None,
+    ) -> DraftTree:
+        """See `SamplingDrafter.propose_sampled`."""
+        self._flush(rows, state)
+        assert not isinstance(self.policy, DynamicTree)
+        depth = self.policy.depth if max_depth is None else min(self.policy.depth, max_depth)
+        if depth < 1:
+            return trees.root_only(root)
+        chain = tuple((0,) * level for level in range(1, depth + 1))
+        shape = self.policy.paths if isinstance(self.policy, StaticTree) else chain
+        draws = DrawnCandidates(choosers, prefixes, generator, self.head.draft_to_target, self.target.shape.vocab_size)
+        paths = [path for path in shape if len(path) <= depth]
+        return draws.pack(self._static(root, rows, state, paths, draws))
 
     # -- ingesting --------------------------------------------------------------------------
 
@@ -202,9 +234,14 @@ class EagleDrafter:
         return _assemble(root, pools, limit, floor)
 
     def _static(
-        self, root: Tensor, rows: Sequence[int], state: EagleState, paths: Sequence[tuple[int, ...]]
+        self,
+        root: Tensor,
+        rows: Sequence[int],
+        state: EagleState,
+        paths: Sequence[tuple[int, ...]],
+        draws: DrawnCandidates | None = None,
     ) -> DraftTree:
-        """EAGLE-1: the tokens of given ranks below given parents."""
+        """EAGLE-1: the tokens of given ranks (or drawn in this order) below given parents."""
         batch, index = len(rows), {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
         parents = [-1] + [index[path[:-1]] for path in paths]
         tokens = root[:, None].repeat(1, len(index))
@@ -213,7 +250,11 @@ class EagleDrafter:
         inner: list[tuple[int, ...]] = [()]
         for depth in range(1, max(len(path) for path in paths) + 1):
             here = [path for path in paths if len(path) == depth]
-            scores, candidates = self._candidates(logits, 1 + max(path[-1] for path in here))
+            count, nodes = 1 + max(path[-1] for path in here), [index[path] for path in inner]
+            if draws is None:
+                scores, candidates = self._candidates(logits, count)
+            else:
+                scores, candidates = draws(logits, count, nodes, tokens, parents)
             for path in here:
                 node, slot = index[path], inner.index(path[:-1])
                 tokens[:, node] = candidates[:, slot, path[-1]]

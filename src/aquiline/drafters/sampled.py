@@ -1,0 +1,177 @@
+"""Drafts that are drawn from the draft's own distribution, for multi-round speculative sampling.
+
+The draft uses the request's temperature, filters and penalties on its own logits. What it drew
+from is kept in `DraftTree.draft_probs`, which `aquiline.verify.accept_sampled` needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from aquiline import tree as trees
+from aquiline.drafters.tree_policy import StaticTree
+from aquiline.sampling import TokenChooser, distribution, processed_logits
+from aquiline.tree import DraftTree
+
+
+def draft_laws(logits: Tensor, choosers: Sequence[TokenChooser], prefixes: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    """The distributions that children are drawn from.
+
+    A user's own logits processors are left out: they may keep state, and are promised to run
+    once per emitted token. At temperature 0 the law is the arg-max alone.
+
+    Args:
+        logits: (B, W, V) draft logits over the target's vocabulary; -inf where it cannot draft.
+        choosers: B choosers.
+        prefixes: per row and node, all tokens up to and including the node.
+
+    Returns:
+        (B, W, V) float32; all zeros where no token is left to draft.
+    """
+    laws = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+    for row, chooser in enumerate(choosers):
+        params = replace(chooser.params, logits_processors=())
+        scores = logits[row].float()
+        if params.has_processors:
+            scores = torch.stack(
+                [
+                    processed_logits(scores[i], params, prefixes[row][i], chooser.prompt_length, chooser.end_ids)
+                    for i in range(len(scores))
+                ]
+            )
+        if params.temperature == 0:
+            laws[row].scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
+        else:
+            laws[row] = distribution(scores, params)
+    # All tokens barred: a softmax over -inf alone is NaN, and then there is nothing to draft.
+    return laws.nan_to_num_(nan=0.0)
+
+
+def check_ranks(policy: StaticTree) -> None:
+    """Refuses a tree that leaves out a child before a later one.
+
+    The children of a node are verified in drawing order; the third after the first alone is not
+    distributed as the second one would be.
+
+    Raises:
+        ValueError: naming the path that is missing.
+    """
+    known = set(policy.paths)
+    for path in policy.paths:
+        before = (*path[:-1], path[-1] - 1)
+        if path[-1] > 0 and before not in known:
+            raise ValueError(f"sampled drafts need {before} in the tree before {path}; add it")
+
+
+def draw_children(laws: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draws up to `count` tokens from each law without replacement, in drawing order.
+
+    An exponential race: token v finishes at E_v / q_v; the order of finishing is the order of
+    drawing without replacement.
+
+    Args:
+        laws: (B, W, V) probabilities.
+        count: children of each node.
+        generator: source of the draws.
+
+    Returns:
+        (B, W, count) int64 tokens and bool validity: False where the support was exhausted.
+    """
+    times = torch.empty(laws.shape).exponential_(generator=generator).to(laws.device)
+    speed = laws / times.clamp_(min=torch.finfo(torch.float32).tiny)
+    first, tokens = speed.topk(min(count, laws.shape[-1]), dim=-1)
+    missing = (0, count - first.shape[-1])
+    pad = torch.nn.functional.pad
+    return pad(tokens, missing), pad(first, missing) > 0
+
+
+@dataclass(eq=False)
+class DrawnCandidates:
+    """Picks the candidates of a static tree by drawing; remembers what they were drawn from.
+
+    Attributes:
+        choosers: per row.
+        prefixes: per row, all tokens up to and including the root.
+        generator: source of the draws.
+        draft_to_target: (Vd,) int64 target ids of the draft ids, or None where they coincide.
+        vocab_size: V of the target.
+        laws: node → (B, V) its children's law.
+    """
+
+    choosers: Sequence[TokenChooser]
+    prefixes: Sequence[Sequence[int]]
+    generator: torch.Generator
+    draft_to_target: Tensor | None
+    vocab_size: int
+    laws: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self, logits: Tensor, count: int, nodes: Sequence[int], tokens: Tensor, parents: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Draws children.
+
+        Args:
+            logits: (B, W, Vd) draft logits of W nodes.
+            count: children of each.
+            nodes: W node indices.
+            tokens: (B, N) int64, filled down to these nodes.
+            parents: N parents.
+
+        Returns:
+            (B, W, count) log-probabilities, -inf where nothing was left to draw; and target ids.
+        """
+        if self.draft_to_target is not None:
+            full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+            full[..., self.draft_to_target] = logits
+            logits = full
+        texts = [
+            [[*prefix, *_below_root(row, parents, node)] for node in nodes]
+            for prefix, row in zip(self.prefixes, tokens.tolist(), strict=True)
+        ]
+        laws = draft_laws(logits, self.choosers, texts)
+        self.laws.update(zip(nodes, laws.unbind(1), strict=True))
+        ids, valid = draw_children(laws, count, self.generator)
+        return laws.gather(-1, ids).log().masked_fill(~valid, -torch.inf), ids
+
+    def pack(self, tree: DraftTree) -> DraftTree:
+        """Turns the filled static tree into one that `accept_sampled` takes."""
+        assert tree.log_probs is not None
+        none = torch.zeros_like(next(iter(self.laws.values())))
+        laws = torch.stack([self.laws.get(node, none) for node in range(tree.size)], dim=1)
+        return pack_drawn(tree.tokens, tree.parents[0].tolist(), tree.log_probs.isfinite(), laws)
+
+
+def _below_root(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    path = []
+    while node > 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
+def pack_drawn(tokens: Tensor, parents: Sequence[int], drawn: Tensor, laws: Tensor) -> DraftTree:
+    """Drops the nodes that could not be drawn, with all below them.
+
+    Args:
+        tokens: (B, N) int64, node 0 the root.
+        parents: N parents, the same for all rows.
+        drawn: (B, N) bool, False where a node's token was not drawn.
+        laws: (B, N, V) what each node's children were drawn from.
+    """
+    rows, kept_laws = [], []
+    for ids, valid, law in zip(tokens.tolist(), drawn.tolist(), laws, strict=True):
+        index = {0: 0}
+        for node in range(1, len(parents)):
+            if valid[node] and parents[node] in index:
+                index[node] = len(index)
+        kept = list(index)
+        above = [index[parents[node]] if node else -1 for node in kept]
+        rows.append(([ids[node] for node in kept], above))
+        kept_laws.append(law[kept])
+    tree = trees.from_lists(rows, tokens.device)
+    padded = [torch.nn.functional.pad(law, (0, 0, 0, tree.size - len(law))) for law in kept_laws]
+    return replace(tree, draft_probs=torch.stack(padded))

@@ -1,0 +1,89 @@
+"""A small model as drafter: equal to plain decoding; its cache holds what plain feeding puts there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aquiline import decode
+from aquiline.cache import truncate
+from aquiline.drafters.small_model import SmallModel
+from aquiline.drafters.tree_policy import Chain
+from aquiline.sampling import SamplingParams
+from aquiline.stats import GenerationStats
+from tests import tiny
+from tests.drafters.loop import Validating, assert_equal_to_plain, noisy, run, tiny_target
+
+SAMPLING = SamplingParams(temperature=1.3, top_k=20, repetition_penalty=1.1, seed=5)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.decoder("llama")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLING], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("min_prob", [0.0, 0.3])
+def test_equals_plain(target, rows, params, min_prob):
+    drafter = Validating(SmallModel(noisy(target, 0.02), target, Chain(3, min_prob)))
+    assert_equal_to_plain(target, drafter, tiny.prompts(rows, seed=rows), params)
+
+
+def test_the_target_itself_is_always_right(target):
+    drafter = SmallModel(target, target, Chain(3))
+    prompts = tiny.prompts(2)
+    _, stats = run(target, drafter, prompts, [33, 33])
+    assert stats.mean_accept_length == 4  # depth + 1
+
+
+def test_its_cache_equals_feeding_the_text(target):
+    """After acceptances, refusals and steps without drafts, keys are those of the committed text."""
+    small = noisy(target, 0.02)
+    drafter = SmallModel(small, target, Chain(3))
+    state = decode.new_state(target, drafter, 2, 64)
+    for row, prompt in enumerate(tiny.prompts(2, seed=4)):
+        decode.prefill(target, drafter, state, row, decode.Row(list(prompt), tiny.chooser(prompt), GenerationStats()))
+    for number in range(9):
+        decode.step(target, drafter, state, [0, 1] if number % 3 else [1], max_depth=0 if number == 4 else None)
+    for row in (0, 1):
+        text = state.rows[row].tokens
+        drafter._settle(row, text, state.drafter_state)
+        length = int(state.drafter_state.cache.lengths[row])
+        assert len(text) - 5 <= length < len(text)
+        cache = small.new_cache(1, 64)
+        small.forward(torch.tensor([text[:length]]), torch.arange(length)[None], None, cache, [0])
+        kept = state.drafter_state.cache.key_block[:, row, :, :length]
+        torch.testing.assert_close(kept, cache.key_block[:, 0, :, :length])
+
+
+def test_goes_on_after_a_reset_to_an_earlier_turn(target):
+    """A chat that is cut back and continued differently equals a fresh one."""
+    drafter = SmallModel(noisy(target, 0.02), target, Chain(3))
+    prompt, other = [5, 6, 7, 8], [5, 6, 9]
+    state = decode.new_state(target, drafter, 1, 64)
+    decode.prefill(target, drafter, state, 0, decode.Row(prompt, tiny.chooser(prompt), GenerationStats()))
+    decode.step(target, drafter, state, [0])
+    truncate(state.cache, 0, 2)
+    drafter.reset(0, 2, state.drafter_state)
+    request = decode.Row(other, tiny.chooser(other), GenerationStats())
+    out = list(decode.prefill(target, drafter, state, 0, request).tokens)
+    while len(out) < 12:
+        out += decode.step(target, drafter, state, [0])[0].tokens
+    assert out[:12] == run(target, None, [other], [12])[0][0]
+
+
+def test_stops_drafting_at_the_end_of_its_own_context(target):
+    small = noisy(target, 0.02)
+    small.shape = replace(small.shape, max_positions=20)
+    prompts = [tiny.prompts(1)[0][:10]]
+    found, stats = run(target, SmallModel(small, target, Chain(3)), prompts, [30])
+    assert found == run(target, None, prompts, [30])[0]
+    assert 0 < stats.nodes < 30
+
+
+def test_refuses_another_vocabulary(target):
+    with pytest.raises(ValueError, match=r"5 tokens.*97.*distil"):
+        SmallModel(tiny_target(5), target)
