@@ -16,6 +16,7 @@ from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.drafters.tuned import read_tuned
 from aquiline.generate import (
     Engine,
     Request,
@@ -148,7 +149,7 @@ def load(
     target: str | Path | PreTrainedModel | Target,
     draft: str | Path | Drafter | None = "auto",
     *,
-    tree: TreePolicy | str | None = None,
+    tree: TreePolicy | str | Path | None = None,
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
@@ -195,7 +196,7 @@ def load(
 
         tokenizer = AutoTokenizer.from_pretrained(path)
     fast = _fast_copy(model) if packed else model
-    drafter, name = _drafter(draft, tree, fast, path, packed)
+    drafter, name = make_drafter(draft, tree, fast, path, packed)
     watched = adaptive if adaptive is not None else tree is None
     if drafter is not None and watched and not isinstance(drafter, Adaptive):
         drafter = Adaptive(drafter)
@@ -230,10 +231,25 @@ def _fast_copy(target: Any) -> Any:
     return (packed(target) or target) if isinstance(target, Decoder) else target
 
 
-def _drafter(
-    draft: str | Path | Drafter | None, tree: TreePolicy | str | None, target: Target, path: Path | None, packed: bool
+def make_drafter(
+    draft: str | Path | Drafter | None,
+    tree: TreePolicy | str | Path | None,
+    target: Target,
+    path: Path | None,
+    packed: bool = True,
 ) -> tuple[Drafter | None, str]:
-    """Resolves what drafts, and names it."""
+    """Resolves what drafts, and names it; arguments as `load`'s, `path` is the target's folder."""
+    from aquiline.checkpoints.targets import target_fingerprint
+
+    if isinstance(tree, str | Path) and draft is not None:
+        choice = read_tuned(tree)
+        if path is not None and choice.target_fingerprint not in (None, target_fingerprint(path)):
+            logger.warning("%s was tuned on another target; tune again for this one", tree)
+        tree = choice.tree
+        if draft == "auto":
+            draft = choice.draft
+        if draft is None or tree is None:
+            return None, f"plain (tuned: {choice.method})"
     if draft is None:
         if tree is not None:
             raise ValueError("a tree was given with draft=None, which drafts nothing; drop one of the two")
@@ -251,7 +267,7 @@ def _drafter(
     return _eagle(Path(_head_folder(draft)), tree, target, path, packed)
 
 
-def _lookup(tree: TreePolicy | str | None) -> PromptLookup:
+def _lookup(tree: TreePolicy | None) -> PromptLookup:
     if tree is not None and not isinstance(tree, Chain):
         raise ValueError(f"prompt lookup drafts chains; allowed: Chain(depth) or None, got {tree!r}")
     return PromptLookup(depth=tree.depth) if isinstance(tree, Chain) else PromptLookup()
@@ -290,7 +306,7 @@ def shipped_head(path: Path | None) -> Path | None:
 
 
 def _eagle(
-    folder: Path, tree: TreePolicy | str | None, target: Target, path: Path | None, packed: bool
+    folder: Path, tree: TreePolicy | None, target: Target, path: Path | None, packed: bool
 ) -> tuple[EagleDrafter, str]:
     from aquiline.checkpoints.safeailab import read_head
     from aquiline.checkpoints.targets import target_fingerprint
@@ -300,10 +316,6 @@ def _eagle(
         logger.warning(
             "the head in %s was trained for another target (fingerprints differ); drafts may rarely be accepted", folder
         )
-    if isinstance(tree, str):
-        from aquiline.bench.tune import read_tuned_tree
-
-        tree = read_tuned_tree(tree)
     if tree is None:
         on_cpu = target.device.type == "cpu"
         tree = (CPU_TREE if head.config.kind == "eagle3" else CPU_TREE_EAGLE1) if on_cpu else GPU_TREE

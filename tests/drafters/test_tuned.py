@@ -1,0 +1,67 @@
+"""The tuned file: round trips, refusals, and what `load` makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+from aquiline.drafters.tuned import TunedChoice, read_tuned, read_tuned_tree, write_tuned
+from aquiline.loading import make_drafter
+from tests.path_target import PathTarget
+
+
+@pytest.mark.parametrize("tree", [Chain(3, 0.25), DynamicTree(12, 4, 3, 0.1), StaticTree(((0,), (1,), (0, 0)))])
+def test_round_trip(tmp_path: Path, tree: Chain | DynamicTree | StaticTree) -> None:
+    choice = TunedChoice("eagle3", "smollm2-eagle3", tree, "abc")
+    write_tuned(tmp_path / "tuned.json", choice, {"tokens_per_second": 81.5})
+    assert read_tuned(tmp_path / "tuned.json") == choice
+    assert read_tuned_tree(tmp_path / "tuned.json") == tree
+    assert json.loads((tmp_path / "tuned.json").read_text())["evidence"] == {"tokens_per_second": 81.5}
+
+
+def test_what_load_makes_of_it(tmp_path: Path) -> None:
+    file, target = tmp_path / "tuned.json", PathTarget(11)
+    write_tuned(file, TunedChoice("prompt lookup", "prompt-lookup", Chain(7)), {})
+    drafter, _ = make_drafter("auto", file, target, None)
+    assert isinstance(drafter, PromptLookup) and drafter.depth == 7
+    write_tuned(file, TunedChoice("plain", None, None), {})
+    assert make_drafter("auto", str(file), target, None) == (None, "plain (tuned: plain)")
+    with pytest.raises(ValueError, match="plain decoding was fastest"):
+        read_tuned_tree(file)
+
+
+HEAD = '{"format": "aquiline-tuned", "version": 1, "method": "m", "draft": "d", "tree": '
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "was not written by"),
+        ('{"format": "aquiline-tuned", "version": 9}', "of version 9"),
+        ('{"format": "aquiline-tuned", "version": 1}', "does not describe a choice"),
+        (
+            HEAD + '{"kind": "bush"}}',
+            "tree kind 'bush' is not known; allowed: chain, static, dynamic",
+        ),
+        (
+            HEAD + '{"kind": "chain", "depth": 0}}',
+            "chain depth is 0",
+        ),
+        (
+            HEAD + '{"kind": "chain", "x": 1}}',
+            "unexpected keyword",
+        ),
+    ],
+)
+def test_refusals(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "tuned.json").write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_tuned(tmp_path / "tuned.json")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a file; give one that `aquiline tune` wrote"):
+        read_tuned(tmp_path / "none.json")
