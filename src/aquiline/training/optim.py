@@ -95,21 +95,17 @@ def set_rate(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> None
             group["lr"] = group["initial_lr"] * factor
 
 
-def rate_factor(seen: int, *, warmup: int, decay_from: int, decay_to: int) -> float:
-    """Warm-up, stable, decay: 0 → 1 over `warmup`, 1 until `decay_from`, then linearly to 0.
+def rate_factor(seen: int, *, warmup: int, decay_from: int, decay_to: int, peak: float) -> float:
+    """Warm-up, stable, decay: 0 → peak over `warmup`, until `decay_from`, then linearly to 0.
 
     Args:
         seen: positions seen so far.
         warmup: positions of the warm-up.
         decay_from: where the decay begins.
         decay_to: where the rate reaches 0.
+        peak: factor before the decay; below 1 where a decay was prolonged half-way.
     """
     rising = min(1.0, (seen + 1) / warmup) if warmup > 0 else 1.0
     if seen < decay_from:
-        return rising
-    return rising * max(0.0, (decay_to - seen) / max(1, decay_to - decay_from))
-
-
-def optimiser_state(optimisers: Iterable[torch.optim.Optimizer]) -> list[Mapping[str, Any]]:
-    """State dicts in order."""
-    return [optimiser.state_dict() for optimiser in optimisers]
+        return rising * peak
+    return rising * peak * max(0.0, (decay_to - seen) / max(1, decay_to - decay_from))

@@ -41,8 +41,8 @@ class TrainSettings:
         total_positions: length of the run, decay included.
         warmup_positions: learning rate rises over so many.
         decay_share: part of the run, at its end, in which the rate falls to 0. A file
-            ``decay`` in the output folder begins the decay at once: its content is the
-            positions to go, or nothing for `decay_share` of what was seen.
+            ``decay`` in the output folder begins the decay at once, or stretches it: its
+            content is the positions to go, or nothing for `decay_share` of what was seen.
         save_minutes: checkpoint interval.
         validate_positions: validation interval.
         log_steps: metrics interval in optimiser steps.

@@ -82,10 +82,14 @@ class Mixture:
         self.cursors[source] += 1
         if (source, epoch) not in self._orders:
             self._orders = {k: v for k, v in self._orders.items() if k[0] != source}
-            subset = self._shuffled(len(self.sets[source]), source, 0)[:size]
-            order = self._shuffled(size, source, epoch + 1)
+            subset = self._subset(source)[:size]
+            order = self._shuffled(size, source, epoch) if epoch else range(size)
             self._orders[source, epoch] = [subset[i] for i in order]
         return self._orders[source, epoch][place]
+
+    def _subset(self, source: int) -> list[int]:
+        """All conversations of a set; a limit takes the first of them."""
+        return self._shuffled(len(self.sets[source]), source, 0)
 
     def _size(self, source: int) -> int:
         size = len(self.sets[source])

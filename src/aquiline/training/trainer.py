@@ -83,6 +83,7 @@ class _Run:
     seen: int = 0
     decay_from: int = 0
     decay_to: int = 0
+    peak: float = 1.0
     stopped: str = ""
     started: float = field(default_factory=time.monotonic)
 
@@ -206,10 +207,12 @@ def _loop(run: _Run) -> dict[str, list[float]]:
 def _watch_decay(run: _Run, output: Path) -> None:
     """Begins the decay when the time has come, or when a file ``decay`` asks for it."""
     asked = output / "decay"
-    if asked.is_file() and run.seen < run.decay_from:
+    if asked.is_file():
         text = asked.read_text().strip()
         length = int(text) if text else int(run.seen * run.settings.decay_share)
+        run.peak = _rate(run)
         run.decay_from, run.decay_to = run.seen, run.seen + length
+        asked.unlink()
     weights = run.settings.decay_weights
     if weights and run.seen >= run.decay_from and tuple(run.mixture.weights) != weights:
         run.mixture.set_weights(weights)
@@ -259,16 +262,20 @@ def _optimiser_step(run: _Run) -> tuple[float, list[float], list[float], float]:
 
 
 def _update(run: _Run) -> None:
-    factor = rate_factor(
+    set_rate(run.optimisers, _rate(run))
+    for optimiser in run.optimisers:
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+
+def _rate(run: _Run) -> float:
+    return rate_factor(
         run.seen,
         warmup=run.settings.warmup_positions,
         decay_from=run.decay_from,
         decay_to=run.decay_to,
+        peak=run.peak,
     )
-    set_rate(run.optimisers, factor)
-    for optimiser in run.optimisers:
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
 
 
 def _text(run: _Run, source: int, index: int) -> tuple[Tensor, Tensor]:
@@ -342,8 +349,11 @@ def save(run: _Run) -> None:
         "network": run.head.network.state_dict(),
         "optimisers": [o.state_dict() for o in run.optimisers],
         "mixture": run.mixture.state(),
+        "peak": run.peak,
         "progress": [run.step, run.seen, run.decay_from, run.decay_to],
     }
+    if run.store:
+        run.store.flush()
     scratch = output / f"checkpoint.partial-{os.getpid()}"
     try:
         torch.save(state, scratch)
@@ -366,6 +376,7 @@ def _restore(run: _Run, path: Path) -> None:
         optimiser.load_state_dict(saved)
     run.mixture.restore(state["mixture"])
     run.step, run.seen, run.decay_from, run.decay_to = state["progress"]
+    run.peak = state["peak"]
 
 
 @contextmanager

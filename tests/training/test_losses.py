@@ -1,0 +1,49 @@
+"""Fused losses against their definitions, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aquiline.training import losses
+from aquiline.training.losses import restricted_probs, soft_cross_entropy
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_soft_cross_entropy_equals_its_definition(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_ROWS", 128)  # several blocks and chunks
+    monkeypatch.setattr(losses, "_CHUNK", 50)
+    torch.manual_seed(rows)
+    hidden = torch.randn(rows, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(33, 8, dtype=torch.float64, requires_grad=True)
+    probs = torch.softmax(3 * torch.randn(7, 33, dtype=torch.float64), dim=-1)
+    index, scale = torch.randint(7, (rows,)), torch.rand(rows, dtype=torch.float64)
+    loss, entropies, best = soft_cross_entropy(hidden, weight, probs, index, scale)
+    grads = torch.autograd.grad(2 * loss, [hidden, weight])
+
+    logits = hidden @ weight.t()
+    expected = -(probs[index] * torch.log_softmax(logits, dim=-1)).sum(-1)
+    twins = torch.autograd.grad(2 * (expected * scale).sum(), [hidden, weight])
+    torch.testing.assert_close(entropies, expected.detach())
+    torch.testing.assert_close(loss, (expected * scale).sum())
+    assert torch.equal(best, logits.argmax(-1))
+    for mine, twin in zip(grads, twins, strict=True):
+        torch.testing.assert_close(mine, twin)
+
+
+def test_soft_cross_entropy_of_no_rows_is_zero() -> None:
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    loss, _, _ = soft_cross_entropy(hidden, weight, torch.rand(2, 6), nothing, torch.zeros(0))
+    grads = torch.autograd.grad(loss, [hidden, weight])
+    assert float(loss) == 0 and float(grads[1].abs().sum()) == 0
+
+
+def test_restricted_probs_renormalise_over_the_draft_vocabulary() -> None:
+    torch.manual_seed(0)
+    final, head = torch.randn(300, 8), torch.randn(40, 8)
+    ids = torch.tensor([1, 5, 7, 30])
+    probs, best = restricted_probs(final, head[ids])
+    whole = torch.softmax(final @ head.t(), dim=-1)[:, ids]
+    torch.testing.assert_close(probs, whole / whole.sum(-1, keepdim=True))
+    assert torch.equal(best, whole.argmax(-1))
