@@ -51,7 +51,9 @@ class ChatSession:
 
     def send(self, message: str, params: SamplingParams | None = None, **settings: Any) -> GenerationOutput:
         """Says `message` and returns the whole answer; see `stream`."""
-        return [event.output for event in self.stream(message, params, **settings) if event.output is not None][0]
+        outputs = [event.output for event in self.stream(message, params, **settings)]
+        assert outputs[-1] is not None, "a stream that runs to its end ends with the output"
+        return outputs[-1]
 
     def stream(self, message: str, params: SamplingParams | None = None, **settings: Any) -> Iterator[StreamEvent]:
         """Says `message` and yields the answer as it comes.

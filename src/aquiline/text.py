@@ -68,10 +68,10 @@ class Detokenizer:
 
 
 def _byte_fallback_ids(tokenizer: Any) -> frozenset[int]:
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    if tokenizer.convert_ids_to_tokens(tokenizer.convert_tokens_to_ids([names[0]])) != [names[0]]:
-        return frozenset()
-    return frozenset(tokenizer.convert_tokens_to_ids(names))
+    """Ids of the tokens <0x00> … <0xFF>, or none where the tokenizer has no such tokens."""
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+    # A missing token gives None or the unknown token's id.
+    return frozenset(ids) if None not in ids and len(set(ids)) == 256 else frozenset()
 
 
 def encode(tokenizer: Any | None, vocab_size: int, prompt: Prompt, *, raw: bool = False) -> list[int]:
