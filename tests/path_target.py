@@ -25,16 +25,26 @@ def fingerprint(tokens: Sequence[int]) -> int:
 
 
 class PathTarget:
-    """Implements `Target`; feature 0 of a position is the fingerprint of the text up to it."""
+    """Implements `Target`; feature 0 of a position is the fingerprint of the text up to it.
+
+    Args:
+        vocab_size: V.
+        max_positions: context length.
+        spread: standard deviation of the logits.
+        variety: different rows of logits.
+        seed: of the logits.
+    """
 
     dtype = torch.float64
     device = torch.device("cpu")
 
-    def __init__(self, vocab_size: int, max_positions: int = 256, *, spread: float = 3.0, seed: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int, max_positions: int = 256, *, spread: float = 3.0, variety: int = 1021, seed: int = 0
+    ) -> None:
         self.shape = TargetShape(vocab_size, 1, 1, max_positions)
         generator = torch.Generator().manual_seed(seed)
-        self._table = torch.randn(1021, vocab_size, generator=generator) * spread
-        self.forwards = 0
+        self._table = torch.randn(variety, vocab_size, generator=generator) * spread
+        self.widths: list[tuple[int, int]] = []  # (rows, tokens) of each forward
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return new_cache(
@@ -61,8 +71,8 @@ class PathTarget:
         features: Sequence[Feature] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        self.forwards += 1
         batch, width = tokens.shape
+        self.widths.append((batch, width))
         assert len(set(rows)) == batch, "rows must be distinct"
         starts = place(cache, rows, width).starts
         seen = np.tril(np.ones((batch, width, width), bool)) if ancestors is None else ancestors.numpy()

@@ -21,7 +21,8 @@ class SlowOutput:
 
 def certain_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of `tokens` that no later token can change."""
-    tokens = [t for t in tokens if t not in tokenizer.all_special_ids]
+    special = set(tokenizer.all_special_ids)
+    tokens = [t for t in tokens if t not in special]
     while tokens and tokenizer.convert_ids_to_tokens(tokens[-1]).startswith("<0x"):
         tokens.pop()
     return decode(tokenizer, tokens).rstrip("\ufffd")
