@@ -80,7 +80,7 @@ def translate(files: HeadFiles) -> Translated:
     kind = "eagle3" if _is_eagle3(renamed) else "eagle"
     if kind == "eagle3":
         renamed = _first_layer_apart(renamed, place)
-    renamed, dropped = _without_leftovers(renamed, kind)
+    renamed, dropped = _without_leftovers(renamed, kind, zero_bias=dialect == "sglang" and config.get("bias") is False)
     return Translated(dialect, kind, config, renamed, (*notes, *dropped))
 
 
@@ -96,6 +96,10 @@ def _refuse_foreign(config: Mapping[str, Any], place: str) -> None:
         raise ValueError(
             f"{place}: architecture {architecture!r} is refused: heads are Llama- or Qwen-style decoder layers "
             "of EAGLE-1, EAGLE-2 or EAGLE-3"
+        )
+    if config.get("logit_scale") not in (None, 1, 1.0):
+        raise ValueError(
+            f"{place}: logit_scale {config['logit_scale']} is refused: this engine does not scale draft logits"
         )
     if config.get("hot_vocab_size"):
         raise ValueError(
@@ -187,7 +191,9 @@ def _first_layer_apart(tensors: Mapping[str, Tensor], place: str) -> dict[str, T
     return {rename(name): tensor for name, tensor in tensors.items()}
 
 
-def _without_leftovers(tensors: Mapping[str, Tensor], kind: str) -> tuple[dict[str, Tensor], list[str]]:
+def _without_leftovers(
+    tensors: Mapping[str, Tensor], kind: str, *, zero_bias: bool
+) -> tuple[dict[str, Tensor], list[str]]:
     kept, notes = dict(tensors), []
     for name in [name for name in kept if name.endswith("rotary_emb.inv_freq")]:
         del kept[name]
@@ -195,4 +201,7 @@ def _without_leftovers(tensors: Mapping[str, Tensor], kind: str) -> tuple[dict[s
     if kind == "eagle" and "lm_head.weight" in kept:
         del kept["lm_head.weight"]
         notes.append("lm_head.weight is left out: an EAGLE-1/2 head reads out through the target's LM head")
+    if zero_bias and kind == "eagle" and "fc.bias" in kept and not bool(kept["fc.bias"].any()):
+        del kept["fc.bias"]
+        notes.append("fc.bias is left out: it is all zeros, as SGLang needs it for a head without one")
     return kept, notes

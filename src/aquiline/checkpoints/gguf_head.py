@@ -199,9 +199,9 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         reader = GGUFReader(path)
         fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
-        return fields, {tensor.name: _tensor(tensor, path) for tensor in reader.tensors}
-    except (OSError, IndexError, KeyError, UnicodeDecodeError) as error:
+    except (OSError, IndexError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is not a whole GGUF file ({error}); fetch it again") from error
+    return fields, {tensor.name: _tensor(tensor, path) for tensor in reader.tensors}
 
 
 def _tensor(tensor: Any, path: Path) -> Tensor:

@@ -122,7 +122,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     try:
         if path.name.endswith(".safetensors"):
-            return load_file(path)
+            return dict(load_file(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "not a pickle of tensors"

@@ -6,7 +6,7 @@ Readers make one, writers take one: tensors keep their stored dtype and bits on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,8 +101,17 @@ def head_config(
         ValueError: if a size is missing or the head does not fit the target; says which.
     """
     _check_sizes(config, target, place)
-    layer = _layer_config(kind, config, tensors, place)
+    try:
+        return _head_config(kind, config, tensors, layer_ids)
+    except ValueError as error:
+        raise ValueError(f"{place}: config.json: {error}") from error
+
+
+def _head_config(
+    kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer_ids: LayerIds | None
+) -> HeadConfig:
     eagle3 = kind == "eagle3"
+    layer = _layer_config(kind, config, tensors)
     return HeadConfig(
         kind=kind,
         layer=layer,
@@ -172,15 +181,13 @@ def _check_sizes(config: Mapping[str, Any], target: TargetShape | None, place: s
         )
 
 
-def _layer_config(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], place: str) -> LayerConfig:
+def _layer_config(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     first = "midlayer." if kind == "eagle3" else "layers.0."
     for key, name in (("qkv_bias", "q_proj.bias"), ("attention_bias", "q_proj.bias")):
         if config.get(key) and f"{first}self_attn.{name}" not in tensors:
-            raise ValueError(
-                f"{place}: config.json says {key}, but {first}self_attn.{name} is missing; fetch the head again"
-            )
+            raise ValueError(f"it says {key}, but {first}self_attn.{name} is missing; fetch the head again")
     return LayerConfig(
         hidden_size=hidden,
         intermediate_size=config["intermediate_size"],
@@ -188,7 +195,7 @@ def _layer_config(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Te
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope=_rope(config, head_dim, place),
+        rope=_rope(config, head_dim),
         qkv_bias=f"{first}self_attn.q_proj.bias" in tensors,
         o_bias=f"{first}self_attn.o_proj.bias" in tensors,
         mlp_bias=f"{first}mlp.gate_proj.bias" in tensors,
@@ -197,15 +204,17 @@ def _layer_config(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Te
     )
 
 
-def _rope(config: Mapping[str, Any], head_dim: int, place: str) -> RopeConfig:
+def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     inner = (config.get("rope_parameters") or {}).get("rope_theta")
     outer = config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(
-            f"{place}: config.json says rope_theta {outer} and rope_parameters.rope_theta {inner}; engines read "
+            f"it says rope_theta {outer} and rope_parameters.rope_theta {inner}; engines read "
             "either, keep the one that the head was trained with in both"
         )
-    return rope_from_hf(config, head_dim)
+    rope = rope_from_hf(config, head_dim)
+    named = ("rope_theta", "rope_type", "type")
+    return replace(rope, scaling={key: value for key, value in (rope.scaling or {}).items() if key not in named})
 
 
 def _listed(names: list[str]) -> str:

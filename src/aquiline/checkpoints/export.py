@@ -1,0 +1,315 @@
+"""Draft heads for the engines that serve them: written losslessly, or refused with the reason.
+
+What an engine cannot do, it mostly ignores in silence, and the user sees an acceptance of zero.
+So each engine has a list of what it runs (`_ENGINES`), and a head that needs more is refused.
+Tensors are copied bit by bit; only their names and the configuration change.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquiline.checkpoints.gguf_head import write_gguf_head
+from aquiline.checkpoints.heads import read_stored_head
+from aquiline.checkpoints.openvino import convert_to_openvino
+from aquiline.checkpoints.safeailab import file_tensors, llama_config, write_folder
+from aquiline.checkpoints.speculators import speculators_config
+from aquiline.checkpoints.stored_head import StoredHead, stored_from_head
+from aquiline.drafters.eagle import DraftHead, HeadConfig
+from aquiline.targets.target import Feature, TargetShape, eagle3_layers
+
+DRAFT_TOKENS = 3
+"""Drafts a step in the serving snippets: what chains pay off with in busy servers."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        format: name of the engine's format.
+        path: the folder, or the GGUF file.
+        files: names of the files.
+        snippet: how to serve it.
+        notes: what a user should know, one sentence each.
+    """
+
+    format: str
+    path: str
+    files: tuple[str, ...]
+    snippet: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        return f"{self.path} ({self.format}): {', '.join(self.files)}{notes}\n\n{self.snippet}"
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What one engine runs, as far as its readers show.
+
+    Attributes:
+        title: its name in messages.
+        eagle1: runs EAGLE-1/2 heads.
+        fc_bias: kinds of heads whose fc may have a bias.
+        qkv_bias: kinds whose q, k, v projections may have one.
+        flags: norm switches that it honours.
+        any_layers: more than one layer in an EAGLE-3 head.
+        own_embedding: uses an embedding in the checkpoint.
+        other_width: the head may be narrower or wider than its target.
+        any_features: features other than the default three.
+        any_count: a number of features other than three.
+        free_head_dim: head_dim other than hidden_size / heads.
+        ropes: scalings that it reads.
+    """
+
+    title: str
+    eagle1: bool = False
+    fc_bias: tuple[str, ...] = ()
+    qkv_bias: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    any_layers: bool = False
+    own_embedding: bool = True
+    other_width: bool = True
+    any_features: bool = True
+    any_count: bool = False
+    free_head_dim: bool = True
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
+
+
+_ALL_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_ENGINES = {
+    "safeailab": _Engine(
+        "the reference implementation (SafeAILab/EAGLE)",
+        eagle1=True,
+        fc_bias=("eagle",),
+        qkv_bias=("eagle",),
+        any_features=False,
+        free_head_dim=False,
+        ropes=("default",),
+    ),
+    "speculators": _Engine("speculators", flags=_ALL_FLAGS, any_layers=True, any_count=True),
+    "vllm": _Engine("vLLM", eagle1=True, qkv_bias=("eagle",), flags=_ALL_FLAGS, any_layers=True, any_count=True),
+    "sglang": _Engine("SGLang", eagle1=True, fc_bias=("eagle",), flags=("fc_norm", "norm_output")),
+    "gguf": _Engine(
+        "llama.cpp", flags=("norm_before_residual", "norm_before_fc"), ropes=("default", "linear", "llama3")
+    ),
+    "openvino": _Engine("OpenVINO GenAI", own_embedding=False, other_width=False, any_features=False),
+}
+FORMATS = tuple(_ENGINES)
+
+
+def export_head(
+    head: str | Path | DraftHead,
+    to: str,
+    output: str | Path,
+    target: TargetShape,
+    *,
+    target_name: str = "TARGET",
+    target_gguf: str | Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ExportReport:
+    """Writes a head for an engine, with a README that says how to serve it.
+
+    Args:
+        head: a head's folder (its tensors are copied bit by bit), or a head in memory.
+        to: one of `FORMATS`.
+        output: folder, made if need be; for "gguf" a folder or a path that ends in .gguf.
+        target: sizes of the target.
+        target_name: what the snippet calls the target, a folder or a hub id.
+        target_gguf: for "gguf", the target's own GGUF file, whose tokenizer is copied.
+        dtype: dtype of the stored weights if `head` is in memory.
+
+    Raises:
+        ValueError: if the engine cannot run this head; says why and which formats can.
+    """
+    if to not in _ENGINES:
+        raise ValueError(f"unknown format {to!r}; allowed: {', '.join(FORMATS)}")
+    stored = stored_from_head(head, dtype) if isinstance(head, DraftHead) else read_stored_head(head, target)[0]
+    reasons = refusals(stored, to, target)
+    if reasons:
+        others = [name for name in FORMATS if not refusals(stored, name, target)]
+        raise ValueError(
+            f"this head cannot be exported to {to}: {'; '.join(reasons)}. "
+            + (f"Formats that can hold it: {', '.join(others)}" if others else "No engine's format can hold it")
+        )
+    return _WRITERS[to](stored, Path(output), target, target_name, target_gguf)
+
+
+def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
+    """Why an engine cannot run a head; empty if it can."""
+    engine, config, layer = _ENGINES[to], stored.config, stored.config.layer
+    default = config.kind == "eagle" or config.features == _default_features(target)
+    unknown = [flag for flag in _ALL_FLAGS if getattr(config, flag) and flag not in engine.flags]
+    checks = [
+        (config.kind == "eagle" and not engine.eagle1, "it knows EAGLE-3 heads only, this is an EAGLE-1/2 head"),
+        (config.inputs != "feature+shifted", f"it has no inputs {config.inputs!r}"),
+        (config.fc_bias and config.kind not in engine.fc_bias, "it ignores the bias of fc in silence"),
+        (layer.qkv_bias and config.kind not in engine.qkv_bias, "it has no biases on q, k and v in this head"),
+        (layer.o_bias or layer.mlp_bias, "biases in the output projection or the MLP were never tried with it"),
+        (layer.qk_norm, "it has no norms on q and k in this head"),
+        (bool(unknown), f"it ignores {' and '.join(unknown)} in silence"),
+        (config.kind == "eagle3" and config.num_layers > 1 and not engine.any_layers, "it runs one layer only"),
+        (stored.embedding is not None and not engine.own_embedding, "it always takes the target's embedding"),
+        (
+            config.hidden_size != config.target_hidden_size and not (engine.other_width and config.kind == "eagle3"),
+            "its head must be as wide as its target",
+        ),
+        (not default and not engine.any_features, f"it reads fixed layers, this head reads {config.features}"),
+        (
+            config.kind == "eagle3" and len(config.features) != 3 and not engine.any_count,
+            f"it reads three features, this head reads {len(config.features)}",
+        ),
+        (
+            layer.head_dim * layer.num_heads != layer.hidden_size and not engine.free_head_dim,
+            f"it derives head_dim as hidden_size / heads, this head has {layer.head_dim}",
+        ),
+        (layer.rope.kind not in engine.ropes, f"it does not read {layer.rope.kind!r} rope scaling"),
+        (layer.activation != "silu", f"it runs silu only, this head has {layer.activation}"),
+    ]
+    reasons = [f"{engine.title}: {text}" for applies, text in checks if applies]
+    return reasons + (_sglang_ids(config.features, target)[1] if to == "sglang" and config.kind == "eagle3" else [])
+
+
+def _default_features(target: TargetShape) -> tuple[Feature, ...] | None:
+    return eagle3_layers(target.num_layers) if target.num_layers >= 7 else None
+
+
+def _sglang_ids(features: tuple[Feature, ...], target: TargetShape) -> tuple[list[int] | None, list[str]]:
+    """Layer ids in SGLang's reading: outputs if the first is 1, else boundaries."""
+    if features == _default_features(target):
+        return None, []
+    ids = [int(feature) for feature in features]
+    if ids[0] == 2:
+        return [i - 1 for i in ids], []
+    if ids[0] == 1:
+        return None, ["SGLang: it would read a list of layers that starts with 1 as one layer further up"]
+    return ids, []
+
+
+def _eagle_settings(config: HeadConfig) -> dict[str, Any]:
+    return {"method": "eagle3" if config.kind == "eagle3" else "eagle", "num_speculative_tokens": DRAFT_TOKENS}
+
+
+def _write(
+    stored: StoredHead, to: str, output: Path, config: dict[str, Any], snippet: str, notes: tuple[str, ...], first: str
+) -> ExportReport:
+    if stored.fingerprint:
+        config["aquiline_target_fingerprint"] = stored.fingerprint
+    write_folder(output, config, file_tensors(stored, first))
+    return _finish(to, output, ("config.json", "model.safetensors"), snippet, notes)
+
+
+def _finish(to: str, folder: Path, files: tuple[str, ...], snippet: str, notes: tuple[str, ...]) -> ExportReport:
+    text = f"# Draft head for {_ENGINES[to].title}\n\nServe it:\n\n```\n{snippet}\n```\n"
+    text += "".join(f"\n{note}\n" for note in notes)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    return ExportReport(to, str(folder), (*files, "README.md"), snippet, notes)
+
+
+def _safeailab(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
+    config = llama_config(stored.config, stored.dtype)
+    # The reference is the one reader that means the fc by `bias`, and makes one up where it is absent.
+    config["bias"] = stored.config.fc_bias
+    if stored.config.layer.qkv_bias:
+        config["qkv_bias"] = True
+    if stored.embedding is not None:
+        # With this key, the reference takes the embedding from the checkpoint.
+        config["target_hidden_size"] = stored.config.target_hidden_size
+    snippet = (
+        f"EaModel.from_pretrained(base_model_path={name!r}, ea_model_path={str(output)!r}, "
+        f"use_eagle3={stored.config.kind == 'eagle3'})"
+    )
+    return _write(stored, "safeailab", output, config, snippet, (), "midlayer")
+
+
+def _speculators(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
+    config = speculators_config(stored, name, DRAFT_TOKENS)
+    snippet = f"vllm serve {shlex.quote(str(output))}"
+    notes = (f"The target is named in config.json: {name}. vLLM and speculators load it from there.",)
+    return _write(stored, "speculators", output, config, snippet, notes, "layers.0")
+
+
+def _vllm(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
+    config = llama_config(stored.config, stored.dtype)
+    if stored.config.layer.qkv_bias:
+        config["qkv_bias"] = True
+    if stored.config.kind == "eagle3":
+        config["eagle_aux_hidden_state_layer_ids"] = list(stored.config.features)
+        config["num_aux_hidden_states"] = len(stored.config.features)
+    settings = json.dumps({"model": str(output), **_eagle_settings(stored.config)})
+    snippet = f"vllm serve {shlex.quote(name)} --speculative-config {shlex.quote(settings)}"
+    notes = (
+        "vLLM drafts chains only. Always give the method: without it, it is guessed from the folder's name.",
+        "Plain and speculative text are equal token for token in float32; in bfloat16 near-ties may differ.",
+    )
+    return _write(stored, "vllm", output, config, snippet, notes, "midlayer")
+
+
+def _sglang(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
+    config = llama_config(stored.config, stored.dtype)
+    notes: tuple[str, ...] = ()
+    algorithm = "EAGLE3"
+    if stored.config.kind == "eagle":
+        algorithm, config["architectures"] = "EAGLE", ["LlamaForCausalLMEagle"]
+        if not stored.config.fc_bias:
+            # SGLang's fc always has a bias, drawn at random where the checkpoint has none.
+            zeros = torch.zeros(stored.config.hidden_size, dtype=stored.dtype)
+            stored = replace(stored, tensors={**stored.tensors, "fc.bias": zeros})
+            notes += ("fc.bias is written as zeros: SGLang's fc always has a bias and would fill it with noise.",)
+    else:
+        ids = _sglang_ids(stored.config.features, target)[0]
+        if ids is not None:
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+            notes += (f"Layer ids {ids} are as SGLang reads them since May 2026 (pull request 25454).",)
+    snippet = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(name)} --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {shlex.quote(str(output))} --speculative-num-steps {DRAFT_TOKENS} "
+        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
+    )
+    return _write(stored, "sglang", output, config, snippet, notes, "midlayer")
+
+
+def _gguf(stored: StoredHead, output: Path, target: TargetShape, name: str, target_gguf: Any) -> ExportReport:
+    if target_gguf is None:
+        raise ValueError("a GGUF head carries its target's tokenizer: give the target's own GGUF file (target_gguf)")
+    file = output if output.suffix == ".gguf" else output / "head.gguf"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_gguf_head(file, stored, Path(target_gguf))
+    snippet = (
+        f"llama-server -m {shlex.quote(str(target_gguf))} -md {shlex.quote(str(file))} "
+        f"--spec-type draft-eagle3 --spec-draft-n-max {DRAFT_TOKENS}"
+    )
+    if output.suffix == ".gguf":
+        return ExportReport("gguf", str(file), (file.name,), snippet)
+    return _finish("gguf", output, (file.name,), snippet, ())
+
+
+def _openvino(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
+    files = convert_to_openvino(stored, output)
+    snippet = (
+        "import openvino_genai as ov\n"
+        f'draft = ov.draft_model({str(output)!r}, "CPU")\n'
+        f'pipe = ov.LLMPipeline({name + "-openvino"!r}, "CPU", draft_model=draft)\n'
+        f'print(pipe.generate("Hello", max_new_tokens=64, num_assistant_tokens={DRAFT_TOKENS}))'
+    )
+    notes = ("The target must be an OpenVINO model: optimum-cli export openvino -m TARGET OUT",)
+    return _finish("openvino", output, files, snippet, notes)
+
+
+_WRITERS: dict[str, Callable[[StoredHead, Path, TargetShape, str, Any], ExportReport]] = {
+    "safeailab": _safeailab,
+    "speculators": _speculators,
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "gguf": _gguf,
+    "openvino": _openvino,
+}

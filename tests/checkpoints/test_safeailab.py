@@ -1,0 +1,327 @@
+"""The layout heads are kept in: written, read back, and every broken file refused with one reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aquiline.checkpoints.heads import inspect_head
+from aquiline.checkpoints.safeailab import read_head, write_head
+from aquiline.targets.rope import RopeConfig
+from aquiline.targets.target import TargetShape
+from tests import tiny
+from tests.checkpoints import head_fixtures as fixtures
+from tests.checkpoints.head_fixtures import TARGET, VD, H, V
+
+TINY = TargetShape(vocab_size=tiny.VOCAB, hidden_size=48, num_layers=7, max_positions=256)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {}),
+    "eagle with bias": ("eagle", {"fc_bias": True}),
+    "eagle3": ("eagle3", {}),
+    "3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "normed": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+    "four features": ("eagle3", {"features": (1, 3, 5, 7)}),
+    "two layers": ("eagle3", {"num_layers": 2}),
+    "all tokens": ("eagle3", {"draft_vocab_size": tiny.VOCAB}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip(variant: str, tmp_path: Path) -> None:
+    kind, changes = VARIANTS[variant]
+    head = tiny.head(kind, dtype=torch.float32, **changes)
+    head.target_fingerprint = "f" * 64
+    write_head(tmp_path / "new", head, torch.float32)
+    again = read_head(tmp_path / "new", TINY)
+    layer = again.config.layer
+    assert again.config.features == head.config.features and again.config.num_layers == head.config.num_layers
+    assert (layer.rope.theta, layer.rope.kind) == (10000.0, "default") and again.target_fingerprint == "f" * 64
+    state = again.network.state_dict()
+    assert state.keys() == head.network.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in head.network.state_dict().items())
+    if head.draft_to_target is None:
+        assert again.draft_to_target is None
+    else:
+        assert torch.equal(again.draft_to_target, head.draft_to_target)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_written_map_is_the_offset_form(tmp_path: Path) -> None:
+    write_head(tmp_path, tiny.head("eagle3", dtype=torch.float32))
+    tensors = load_file(tmp_path / "model.safetensors")
+    ids = torch.arange(0, tiny.VOCAB, 2)
+    assert torch.equal(tensors["d2t"], ids - torch.arange(len(ids))) and tensors["d2t"].dtype == torch.int64
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), ids) and tensors["t2d"].dtype == torch.bool
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+
+
+def test_rope_is_named_twice_and_keeps_its_scaling(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    head = tiny.head("eagle3", dtype=torch.float32)
+    rope = RopeConfig(500000.0, 12, "llama3", scaling, 64)
+    object.__setattr__(head.config.layer, "rope", rope)
+    write_head(tmp_path, head)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500000.0
+    assert config["rope_scaling"]["factor"] == 8.0
+    read = read_head(tmp_path, TINY).config.layer.rope
+    assert (read.theta, read.kind, read.original_max_positions) == (500000.0, "llama3", 64)
+    assert {key: read.scaling[key] for key in scaling} == scaling
+
+
+def test_a_trainable_network_comes_back(tmp_path: Path) -> None:
+    write_head(tmp_path, tiny.head("eagle3", dtype=torch.float32))
+    head = read_head(tmp_path, TINY)
+    assert all(p.requires_grad and not p.is_meta for p in head.network.parameters())
+    with torch.no_grad():
+        head.network.fc.weight.zero_()
+    assert read_head(tmp_path, TINY).network.fc.weight.abs().sum() > 0
+
+
+# -- bad input ------------------------------------------------------------------------------
+
+
+def _good(folder: Path) -> Path:
+    config = fixtures.llama_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VD, rope_theta=1e4)
+    return fixtures.write(folder, config, fixtures.eagle3())
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}, default=str))
+
+    return apply
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["midlayer.mlp.up_proj.weight"][3, 4] = torch.nan
+
+
+def _shift_d2t(index: int, by: int) -> Callable[[Path], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["d2t"][index] += by
+
+    return _tensors(change)
+
+
+def _other_t2d(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["t2d"][[1, 4]] = tensors["t2d"][[4, 1]]
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 3000)
+
+
+def _lost_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _cut_config(folder: Path) -> None:
+    (folder / "config.json").write_text((folder / "config.json").read_text()[:50])
+
+
+def _list_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[1]")
+
+
+def _lost_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+class _Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.makedirs, ("owned-by-a-pickle",))
+
+
+def _pickle_with_code(folder: Path) -> None:
+    _lost_weights(folder)
+    with (folder / "pytorch_model.bin").open("wb") as stream:
+        pickle.dump({"fc.weight": _Payload()}, stream)
+
+
+def _zip_pickle_with_code(folder: Path) -> None:
+    _lost_weights(folder)
+    torch.save({"fc.weight": _Payload()}, folder / "pytorch_model.bin")
+
+
+def _pickle_of_numbers(folder: Path) -> None:
+    _lost_weights(folder)
+    torch.save({"fc.weight": 3.0}, folder / "pytorch_model.bin")
+
+
+def _pickle_of_a_list(folder: Path) -> None:
+    _lost_weights(folder)
+    torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
+
+
+def _cut_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    _lost_weights(folder)
+    os.truncate(folder / "pytorch_model.bin", 3000)
+
+
+def _link(name: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        outside = folder.parent / f"outside-{name}"
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(outside)
+
+    return apply
+
+
+def _sharded(change: Callable[[Path, dict[str, str]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+        _lost_weights(folder)
+        fixtures.shard(folder, config, tensors)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        change(folder, index["weight_map"])
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return apply
+
+
+def _index_leaves(folder: Path, weight_map: dict[str, str]) -> None:
+    shard = folder / weight_map["fc.weight"]
+    shard.rename(folder.parent / "stolen.safetensors")
+    for name, file in weight_map.items():
+        if file == shard.name:
+            weight_map[name] = "../stolen.safetensors"
+
+
+def _index_without_shard(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / weight_map["fc.weight"]).unlink()
+
+
+def _index_names_more(folder: Path, weight_map: dict[str, str]) -> None:
+    weight_map["fc.bias"] = weight_map["fc.weight"]
+
+
+def _index_names_less(folder: Path, weight_map: dict[str, str]) -> None:
+    del weight_map["norm.weight"]
+
+
+def _index_is_empty(folder: Path, weight_map: dict[str, str]) -> None:
+    weight_map["fc.weight"] = 3  # type: ignore[assignment]
+
+
+Q = "midlayer.self_attn.q_proj.weight"
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing tensor": (
+        _tensors(lambda t: t.pop("midlayer.hidden_norm.weight")),
+        r"midlayer\.hidden_norm\.weight is miss",
+    ),
+    "extra tensor": (_tensors(lambda t: t.update(x=torch.zeros(1))), r"x is unexpected"),
+    "wrong shape": (
+        _tensors(lambda t: t.update({Q: torch.zeros(16, 16)})),
+        r"q_proj\.weight has shape \(16, 16\).*16, 32",
+    ),
+    "features and fc": (_config(eagle_aux_hidden_state_layer_ids=[2, 5]), r"it reads 3 features, config\.json names 2"),
+    "int weights": (_tensors(lambda t: t.update({Q: t[Q].to(torch.int8)})), r"q_proj\.weight has dtype torch\.int8"),
+    "NaN": (_tensors(_nan), r"up_proj\.weight holds NaN"),
+    "d2t out of range": (_shift_d2t(11, 1), r"d2t leads to target id 40, outside 0 … 39"),
+    "d2t negative": (_shift_d2t(0, -2), r"d2t leads to target id -1, outside"),
+    "d2t not sorted": (_shift_d2t(4, 5), r"d2t is not sorted: draft id 5 leads to target id 12 after 13"),
+    "d2t twice the same": (_shift_d2t(4, -1), r"d2t is not sorted: draft id 4 leads to target id 7 after 7"),
+    "d2t too short": (
+        _tensors(lambda t: t.update(d2t=t["d2t"][:5].clone())),
+        r"d2t has shape \(5,\), expected \(12,\)",
+    ),
+    "d2t of floats": (_tensors(lambda t: t.update(d2t=t["d2t"].float())), r"d2t has dtype torch\.float32"),
+    "d2t and t2d disagree": (_tensors(_other_t2d), r"t2d and d2t disagree about 2 tokens"),
+    "t2d counts others": (_tensors(lambda t: t["t2d"].__setitem__(0, True)), r"t2d marks 13 tokens, expected .* 12"),
+    "t2d of another target": (
+        _tensors(lambda t: t.update(t2d=torch.ones(9, dtype=torch.bool))),
+        r"t2d has shape \(9,\)",
+    ),
+    "no map": (_tensors(lambda t: (t.pop("d2t"), t.pop("t2d"))), r"neither d2t nor t2d"),
+    "map without need": (
+        _tensors(lambda t: t.update({"lm_head.weight": torch.zeros(V, H)})),
+        r"lm_head\.weight has shape \(40, 16\)",
+    ),
+    "embedding of another size": (
+        _tensors(lambda t: t.update({"embed_tokens.weight": torch.zeros(9, H)})),
+        r"embed_tokens\.weight has shape \(9, 16\), expected \(40, 16\)",
+    ),
+    "draft vocabulary too large": (
+        _config(draft_vocab_size=99),
+        r"lm_head\.weight has shape \(12, 16\), expected \(99",
+    ),
+    "no sizes": (_config(hidden_size=...), r"lacks 'hidden_size'"),
+    "sizes of the wrong type": (
+        _config(intermediate_size="24"),
+        r"intermediate_size = '24', expected a positive number",
+    ),
+    "size zero": (_config(num_attention_heads=0), r"num_attention_heads = 0"),
+    "kv heads that do not divide": (_config(num_key_value_heads=3), r"num_key_value_heads 3 must divide"),
+    "wrong target width": (_config(target_hidden_size=32), r"hidden_size 32, this target has 16"),
+    "wrong target vocabulary": (_config(vocab_size=50), r"vocab_size 50, this target has\s+40"),
+    "layer beyond the target": (_config(eagle_aux_hidden_state_layer_ids=[2, 5, 11]), r"lead outside the target's 10"),
+    "layer twice": (_config(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), r"expected a list of different layer numbers"),
+    "layers as text": (_config(eagle_aux_hidden_state_layer_ids="2"), r"expected a list of different layer numbers"),
+    "two lists of layers": (
+        _config(
+            eagle_aux_hidden_state_layer_ids=[2, 5, 7], eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}
+        ),
+        r"\[2, 5, 7\] at the top level and \[1, 4, 6\] inside",
+    ),
+    "activation": (_config(hidden_act="relu"), r"hidden_act 'relu' is not supported"),
+    "rope scaling": (_config(rope_scaling={"rope_type": "longrope"}), r"longrope"),
+    "truncated": (_truncate, r"model\.safetensors is not whole"),
+    "no config": (_lost_config, r"it has no config\.json"),
+    "cut config": (_cut_config, r"config\.json is not valid JSON"),
+    "config is a list": (_list_config, r"holds a list, expected an object"),
+    "no weights": (_lost_weights, r"holds no weights: none of model\.safetensors"),
+    "pickle with code": (_pickle_with_code, r"pytorch_model\.bin is refused: it is a pickle with code"),
+    "zipped pickle with code": (_zip_pickle_with_code, r"pytorch_model\.bin is refused: it is a pickle with code"),
+    "pickle of numbers": (_pickle_of_numbers, r"'fc\.weight' is a float, expected a tensor"),
+    "pickle of a list": (_pickle_of_a_list, r"holds a list, expected a mapping"),
+    "cut pickle": (_cut_pickle, r"pytorch_model\.bin is not whole"),
+    "weights behind a link": (_link("model.safetensors"), r"model\.safetensors is a link that leaves the folder"),
+    "config behind a link": (_link("config.json"), r"config\.json is a link that leaves the folder"),
+    "index that leaves": (_sharded(_index_leaves), r"'\.\./stolen\.safetensors' leaves the folder"),
+    "index without its shard": (_sharded(_index_without_shard), r"of-00002\.safetensors is not a file"),
+    "index names more": (_sharded(_index_names_more), r"lacks fc\.bias, which model\.safetensors\.index\.json places"),
+    "index names less": (_sharded(_index_names_less), r"holds norm\.weight, which .* does not place there"),
+    "index of numbers": (_sharded(_index_is_empty), r"has no weight_map"),
+}
+
+
+def test_the_unbroken_one_reads(tmp_path: Path) -> None:
+    assert inspect_head(_good(tmp_path / "head"), TARGET).config.draft_vocab_size == VD
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage, message = BROKEN[name]
+    monkeypatch.chdir(tmp_path)
+    folder = _good(tmp_path / "head")
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        inspect_head(folder, TARGET)
+    assert str(folder) in str(caught.value)
+    assert not (tmp_path / "owned-by-a-pickle").exists()
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder"):
+        inspect_head(tmp_path / "absent", TARGET)
