@@ -56,10 +56,17 @@ class HFTarget:
         self._windows = mask_windows(self.model)
         limit, self._clamped = position_limit(config)
         accepts = inspect.signature(self._base.forward).parameters
-        self._cache_name = "cache" if "cache" in accepts else "past_key_values"
+        old_name = "cache" not in accepts and "past_key_values" in accepts  # Before transformers 5.2x.
+        self._cache_name = "past_key_values" if old_name else "cache"
         self.device = _device(self.model)
-        self._measure(config, limit)
-        self._confirm(model)
+        try:
+            self._measure(config, limit)
+            self._confirm(model)
+        except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"{type(self.model).__name__} cannot run with a cache of our own ({reason}); decode it with transformers"
+            ) from error
 
     @torch.no_grad()
     def _measure(self, config: Any, limit: int) -> None:
@@ -106,7 +113,8 @@ class HFTarget:
             if _difference(out.logits[row, 2], reference) > _tolerance(self.dtype, 0.15):
                 raise ValueError(
                     f"{name} does not compute a tree of drafts as it computes plain text (its attention ignores the "
-                    "mask or the positions); load it with attn_implementation='eager', or decode it with transformers"
+                    "mask or the positions, or it quantises activations over the whole batch); "
+                    "load it with attn_implementation='eager', or decode it with transformers"
                 )
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
