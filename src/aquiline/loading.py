@@ -321,7 +321,7 @@ def _eagle(
         tree = (CPU_TREE if head.config.kind == "eagle3" else CPU_TREE_EAGLE1) if on_cpu else GPU_TREE
     if not isinstance(tree, Chain | StaticTree | DynamicTree):
         raise ValueError(f"tree is {tree!r}; allowed: Chain, StaticTree, DynamicTree, a tuned file, or None")
-    return EagleDrafter(head, target, tree), f"{folder.name} ({head.config.kind})"
+    return EagleDrafter(head, target, tree, packed=packed), f"{folder.name} ({head.config.kind})"
 
 
 def _generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, truncate
-from aquiline.drafters.eagle import DraftHead, EagleNetwork, forward_network, new_draft_cache
+from aquiline.drafters.eagle import DraftHead, EagleNetwork, Network, forward_network, new_draft_cache
+from aquiline.drafters.packed import PackedNetwork, packed_network
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy, best_nodes
 from aquiline.sampling import TokenChooser
@@ -59,9 +60,13 @@ class EagleDrafter:
         sampled: draw the children, where a row samples, instead of taking the likeliest
             (EAGLE-1's Algorithm 1); a chain or a static tree. The output is then equal to plain
             decoding in distribution, not token for token.
+        packed: draft with a fast CPU copy of the network as it is now, where the machine has the
+            kernels; not for a network whose weights still change.
     """
 
-    def __init__(self, head: DraftHead, target: Target, policy: TreePolicy, *, sampled: bool = False) -> None:
+    def __init__(
+        self, head: DraftHead, target: Target, policy: TreePolicy, *, sampled: bool = False, packed: bool = False
+    ) -> None:
         if sampled and isinstance(policy, DynamicTree):
             raise ValueError("sampled drafts need a tree whose shape is fixed beforehand: use a chain or a static tree")
         if sampled and isinstance(policy, StaticTree):
@@ -71,6 +76,7 @@ class EagleDrafter:
         self.features = head.config.features
         weight = head.network.fc.weight
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
+        self._network: Network | PackedNetwork = (packed_network(head.network) if packed else None) or head.network
 
     def new_state(self, rows: int, capacity: int) -> EagleState:
         """Allocates the drafter's state for `rows` rows of `capacity` positions."""
@@ -165,9 +171,8 @@ class EagleDrafter:
             features = torch.stack([torch.nn.functional.pad(f, (0, 0, 0, width - len(f))) for _, f in pieces])
         starts = state.cache.lengths[waiting].to(tokens.device)
         positions = starts[:, None] + torch.arange(width, device=tokens.device)
-        network = self.head.network
-        dtype = network.fc.weight.dtype
-        fused = network.fuse(features.to(dtype))
+        network = self._network
+        fused = network.fuse(features.to(self._rotary.dtype))
         stream = self._forward(tokens, fused, positions, None, state.cache, waiting)
         last = torch.tensor(counts, device=tokens.device) - 1
         at_last = stream[torch.arange(len(waiting), device=tokens.device), last]
@@ -191,13 +196,14 @@ class EagleDrafter:
             embedded = torch.nn.functional.embedding(tokens, self.head.embedding)
         else:
             embedded = self.target.embed(tokens).to(hidden.dtype)
-        return forward_network(
-            self.head.network, embedded, hidden, positions, ancestors, cache, rows, self._rotary, offset
-        )
+        network, arguments = self._network, (embedded, hidden, positions, ancestors, cache, rows, self._rotary, offset)
+        if isinstance(network, PackedNetwork):
+            return network.forward(*arguments)
+        return forward_network(network, *arguments)
 
     def _logits(self, stream: Tensor) -> Tensor:
-        network = self.head.network
-        if isinstance(network, EagleNetwork):
+        network = self._network
+        if isinstance(network, EagleNetwork) or network.config.kind == "eagle":
             return self.target.project(stream.to(self.target.dtype))
         return network.logits(stream)
 
@@ -229,7 +235,7 @@ class EagleDrafter:
                 pool.parents += [parent for parent in parents for _ in range(k)]
             picked = joint.sort(dim=1, descending=True, stable=True).indices[:, :k]
             scores = joint.gather(1, picked)
-            level = level.below(child_tokens.gather(1, picked), self.head.network.feedback(stream), picked // k)
+            level = level.below(child_tokens.gather(1, picked), self._network.feedback(stream), picked // k)
             indices = (base + picked).tolist()
         return _assemble(root, pools, limit, floor)
 
@@ -269,7 +275,7 @@ class EagleDrafter:
                 above = torch.tensor([before.index(path[:-1]) for path in inner], device=root.device)
                 level = level.below(fed, feedback, above.expand(batch, -1))
             stream = self._feed(level, depth, rows, state)
-            logits, feedback = self._logits(stream), self.head.network.feedback(stream)
+            logits, feedback = self._logits(stream), self._network.feedback(stream)
         return DraftTree(
             tokens=tokens,
             parents=torch.tensor(parents, device=root.device).expand(batch, -1),
