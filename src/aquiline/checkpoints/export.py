@@ -238,13 +238,19 @@ def _speculators(stored: StoredHead, output: Path, target: TargetShape, name: st
     return _write(stored, "speculators", output, config, snippet, notes, "layers.0")
 
 
-def _vllm(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
+def vllm_config(stored: StoredHead) -> dict[str, Any]:
+    """Returns config.json as vLLM reads it."""
     config = llama_config(stored.config, stored.dtype)
     if stored.config.layer.qkv_bias:
         config["qkv_bias"] = True
     if stored.config.kind == "eagle3":
         config["eagle_aux_hidden_state_layer_ids"] = list(stored.config.features)
         config["num_aux_hidden_states"] = len(stored.config.features)
+    return config
+
+
+def _vllm(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
+    config = vllm_config(stored)
     settings = json.dumps({"model": str(output), **_eagle_settings(stored.config)})
     snippet = f"vllm serve {shlex.quote(name)} --speculative-config {shlex.quote(settings)}"
     notes = (

