@@ -36,7 +36,7 @@ def test_scanner_equals_a_scan_of_the_whole_text(pieces: list[str], stops: list[
             return
         held = whole[len(shown) :]
         assert whole.startswith(shown)
-        assert all(not whole[-size:] == stop[:size] for stop in stops for size in range(len(held) + 1, len(stop)))
+        assert all(whole[-size:] != stop[:size] for stop in stops for size in range(len(held) + 1, len(stop)))
         assert held == "" or any(stop.startswith(held) and stop != held for stop in stops), "held back for nothing"
     assert shown + scanner.flush() == whole
 

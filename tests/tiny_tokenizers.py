@@ -7,9 +7,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 EOS = "<eos>"
-CHATML = """\
-{%- for turn in messages -%}<turn>{{ turn.role }}: {{ turn.content }}<eos>{%- endfor -%}
-{%- if add_generation_prompt -%}<turn>assistant: {%- endif -%}"""
+CHAT = """\
+{%- for turn in messages -%}{{- '<turn>' + turn.role + ': ' + turn.content + '<eos>' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<turn>assistant: ' -}}{%- endif -%}"""
 
 PIECES = (
     *(bytes([byte]) for byte in b"abcdefg .!?"),
@@ -60,4 +60,4 @@ def _finish(tokenizer: Tokenizer, decoder: Any) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in (EOS, "<turn>")])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=CHATML)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=CHAT)

@@ -1,0 +1,373 @@
+"""Generation equals transformers and plain decoding, and refuses what cannot run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.tree_policy import Chain, DynamicTree
+from aquiline.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
+from aquiline.sampling import SamplingParams
+from aquiline.verify import LossyRule
+from tests import tiny
+from tests.knowing_drafter import KnowingDrafter, known_from
+from tests.path_target import PathTarget
+from tests.tiny_tokenizers import EOS, byte_level, every_byte
+
+PROMPTS = tiny.prompts(3, seed=4, longest=30)
+LENGTH = 24
+
+
+@cache
+def hf_text(family: str, prompt: tuple[int, ...], count: int, **settings: Any) -> list[int]:
+    tokens = torch.tensor([prompt])
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    out = tiny.hf_model(family).generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **settings,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def knowing(family: str, error: float = 0.3, **settings: Any) -> KnowingDrafter:
+    texts = [[*prompt, *hf_text(family, tuple(prompt), LENGTH + 8)] for prompt in PROMPTS]
+    return KnowingDrafter(known_from(texts), tiny.VOCAB, error=error, **settings)
+
+
+DRAFTERS: dict[str, Callable[[str], Drafter | None]] = {
+    "plain": lambda family: None,
+    "knowing": knowing,
+    "lookup": lambda family: PromptLookup(depth=3, min_ngram=1, num_branches=2),
+    "eagle-chain": lambda family: EagleDrafter(tiny.head("eagle"), tiny.decoder(family), Chain(depth=3)),
+    "eagle3-tree": lambda family: EagleDrafter(tiny.head("eagle3"), tiny.decoder(family), DynamicTree(8, 3, 3)),
+}
+
+
+def engine(family: str, drafter: str, *, rows: int = 3, end_ids: tuple[int, ...] = ()) -> Engine:
+    return Engine(tiny.decoder(family), DRAFTERS[drafter](family), None, end_ids, max_rows=rows)
+
+
+def outputs(engine: Engine, params: SamplingParams, prompts: Sequence[list[int]] = PROMPTS) -> list[GenerationOutput]:
+    return generate_requests(engine, [Request(prompt, params) for prompt in prompts])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_stops_as_transformers_does(family: str, drafter: str, rows: int) -> None:
+    texts = [hf_text(family, tuple(prompt), LENGTH) for prompt in PROMPTS]
+    first, second = texts[0][5], texts[1][11]
+    cases = [
+        (SamplingParams(max_new_tokens=LENGTH), (), {}),
+        (SamplingParams(max_new_tokens=LENGTH), (first, second), {"eos_token_id": (first, second)}),
+        (SamplingParams(max_new_tokens=LENGTH, stop_token_ids=(second,)), (first,), {"eos_token_id": (first, second)}),
+        (SamplingParams(max_new_tokens=LENGTH, ignore_eos=True), (first, second), {}),
+        (
+            SamplingParams(max_new_tokens=LENGTH, min_new_tokens=8),
+            (first, second),
+            {"eos_token_id": (first, second), "min_new_tokens": 8},
+        ),
+    ]
+    accepted = drafted = 0
+    for params, end_ids, settings in cases:
+        made = outputs(engine(family, drafter, rows=rows, end_ids=end_ids), params)
+        for prompt, output in zip(PROMPTS, made, strict=True):
+            assert output.token_ids == hf_text(family, tuple(prompt), LENGTH, **settings)
+            accepted, drafted = accepted + output.stats.accepted, drafted + output.stats.nodes
+    if drafter == "knowing":
+        assert 0 < accepted < drafted, "both acceptance and rejection must happen"
+
+
+class _NoRepeat(LogitsProcessor):
+    """Bars the last three tokens: depends on each node's own prefix."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, input_ids[:, -3:], -torch.inf)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("drafter", ["plain", "knowing", "eagle3-tree"])
+def test_penalties_and_processors_as_transformers_has_them(drafter: str) -> None:
+    processor = _NoRepeat()
+    params = SamplingParams(
+        max_new_tokens=LENGTH, repetition_penalty=1.3, min_new_tokens=3, logits_processors=(processor,)
+    )
+    settings = {"repetition_penalty": 1.3, "logits_processor": LogitsProcessorList([processor])}
+    for prompt in PROMPTS:
+        expected = hf_text.__wrapped__("llama", tuple(prompt), LENGTH, **settings)
+        made = engine("llama", drafter)
+        if drafter == "knowing":
+            made = replace(made, drafter=KnowingDrafter(known_from([[*prompt, *expected]]), tiny.VOCAB))
+        (output,) = outputs(made, params, [prompt])
+        assert output.token_ids == expected
+        assert drafter != "knowing" or 0 < output.stats.accepted < output.stats.nodes
+
+
+SETTINGS = {
+    "temperature": SamplingParams(max_new_tokens=LENGTH, temperature=0.8, seed=5),
+    "filters": SamplingParams(max_new_tokens=LENGTH, temperature=1.2, top_k=20, top_p=0.9, min_p=0.02, seed=6),
+    "penalties": SamplingParams(
+        max_new_tokens=LENGTH,
+        temperature=0.9,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        logit_bias={3: 2.0, 5: -3.0},
+        seed=7,
+    ),
+    "greedy-penalties": SamplingParams(max_new_tokens=LENGTH, presence_penalty=0.4, frequency_penalty=0.3, seed=1),
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("drafter", ["knowing", "lookup", "eagle3-tree"])
+def test_seeded_sampling_is_plain_decoding_token_for_token(drafter: str, name: str) -> None:
+    params = SETTINGS[name]
+    requests = [Request(prompt, replace(params, seed=i)) for i, prompt in enumerate(PROMPTS)]
+    expected = generate_requests(engine("llama", "plain", rows=1), requests)
+    made = engine("llama", drafter)
+    if drafter == "knowing":
+        texts = [[*o.prompt_tokens, *o.token_ids] for o in expected]
+        made = replace(made, drafter=KnowingDrafter(known_from(texts), tiny.VOCAB))
+    found = generate_requests(made, requests)
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    if drafter == "knowing":
+        assert 0 < sum(o.stats.accepted for o in found) < sum(o.stats.nodes for o in found)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("drafter", ["plain", "knowing"])
+def test_logprobs_are_the_models(drafter: str) -> None:
+    params = SamplingParams(max_new_tokens=12, logprobs=3, repetition_penalty=1.1)
+    for prompt, output in zip(PROMPTS, outputs(engine("llama", drafter), params), strict=True):
+        tokens = torch.tensor([[*prompt, *output.token_ids]])
+        with torch.no_grad():
+            logits = tiny.hf_model("llama")(tokens).logits[0, len(prompt) - 1 : -1]
+        expected = logits.float().log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert output.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+        assert output.top_logprobs is not None
+        for best, row in zip(output.top_logprobs, expected, strict=True):
+            values, ids = row.topk(3)
+            assert best == pytest.approx(dict(zip(ids.tolist(), values.tolist(), strict=True)), abs=1e-4)
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+VOCABULARY = len(byte_level())
+
+
+def path_engine(speculative: bool, context: int = 32, **settings: Any) -> Engine:
+    target = PathTarget(VOCABULARY, context)
+    drafter = None
+    if speculative:
+
+        def known(prefix: Sequence[int]) -> list[int]:
+            text = list(prefix)
+            for _ in range(6):
+                text.append(int(target.logits(text).argmax()))
+            return text[len(prefix) :]
+
+        drafter = KnowingDrafter(known, VOCABULARY, depth=6, error=0.1)
+    return Engine(target, drafter, byte_level(), settings.pop("end_ids", ()), **settings)
+
+
+BOTH = pytest.mark.parametrize("speculative", [False, True])
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
+def test_the_budget_is_exact(speculative: bool, count: int) -> None:
+    (output,) = outputs(path_engine(speculative), SamplingParams(max_new_tokens=count), [[3, 4]])
+    assert (len(output.token_ids), output.finish_reason) == (count, "length")
+    assert output.stats.emitted == count
+
+
+@BOTH
+def test_the_context_is_exact(speculative: bool) -> None:
+    for size in (1, 20, 30, 31):
+        made = path_engine(speculative)
+        (output,) = outputs(made, SamplingParams(max_new_tokens=100), [[3] * size])
+        assert (size + len(output.token_ids), output.finish_reason) == (32, "length")
+
+
+@BOTH
+def test_drafts_stay_within_the_budget_and_the_context(speculative: bool) -> None:
+    made = path_engine(speculative)
+    generate_requests(
+        made, [Request([3, 4], SamplingParams(max_new_tokens=9)), Request([5] * 25, SamplingParams(max_new_tokens=90))]
+    )
+    if isinstance(made.drafter, KnowingDrafter):
+        depths = [depth for depth in made.drafter.deepest if depth is not None]
+        assert depths and max(depths) <= 7
+
+
+@BOTH
+def test_what_cannot_fit_is_refused_before_any_work(speculative: bool) -> None:
+    made = path_engine(speculative)
+    good = Request([3], SamplingParams(max_new_tokens=2))
+    for tokens, settings, words in (
+        ([3] * 32, {}, "32.*no room.*31"),
+        ([3] * 33, {"max_new_tokens": 0}, "33 tokens"),
+        ([3] * 30, {"min_new_tokens": 5, "max_new_tokens": 9}, "no room for 5"),
+        ([], {}, "empty"),
+        ([VOCABULARY], {}, f"0 … {VOCABULARY - 1}"),
+        ([-1], {}, "-1"),
+        ([3], {"stop_token_ids": (999,)}, "stop_token_ids has token id 999"),
+        ([3], {"logit_bias": {999: 1.0}}, "logit_bias has token id 999"),
+        ([3], {"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens is 9"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            stream_requests(made, [good, Request(tokens, SamplingParams(**settings))])
+    assert made.target.widths == []  # type: ignore[attr-defined]
+
+
+def test_more_that_is_refused() -> None:
+    made = path_engine(False)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        stream_requests(replace(made, tokenizer=None), [Request([3], SamplingParams(stop=("a",)))])
+    with pytest.raises(ValueError, match="temperature > 0"):
+        stream_requests(replace(made, lossy=LossyRule("typical")), [Request([3])])
+    with pytest.raises(ValueError, match="max_rows is 0"):
+        replace(made, max_rows=0)
+
+
+@BOTH
+def test_no_new_tokens(speculative: bool) -> None:
+    made = path_engine(speculative)
+    prompts = [[3], [3] * 32]
+    for output in outputs(made, SamplingParams(max_new_tokens=0), prompts):
+        assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
+    assert made.target.widths == []  # type: ignore[attr-defined]
+
+
+@BOTH
+def test_the_first_token_may_be_the_end(speculative: bool) -> None:
+    made = path_engine(speculative)
+    end = int(made.target.logits([3, 4]).argmax())  # type: ignore[attr-defined]
+    (output,) = outputs(replace(made, end_ids=(end,)), SamplingParams(max_new_tokens=9), [[3, 4]])
+    assert (output.token_ids, output.text, output.finish_reason) == ([end], "", "eos")
+
+
+def test_no_requests() -> None:
+    assert generate_requests(path_engine(False), []) == []
+
+
+# -- seeds and samples -------------------------------------------------------------------------
+
+
+def test_a_fresh_seed_is_recorded_and_repeats_the_output() -> None:
+    made, params = path_engine(False), SamplingParams(max_new_tokens=20, temperature=1.0)
+    first, second = (outputs(made, params, [[3, 4]])[0] for _ in range(2))
+    assert first.seed != second.seed and first.token_ids != second.token_ids
+    (again,) = outputs(made, replace(params, seed=first.seed), [[3, 4]])
+    assert again.token_ids == first.token_ids
+
+
+@BOTH
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_samples_of_one_prompt(speculative: bool, rows: int) -> None:
+    made = path_engine(speculative, 128, max_rows=rows)
+    prompt = [3 + i % 30 for i in range(60)]
+    params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=9, n=4)
+    found = generate_requests(made, [Request(prompt, params), Request([4, 5], replace(params, n=1))])
+    assert len(found) == 5 and len({tuple(o.token_ids) for o in found[:4]}) == 4
+    for output in found:
+        alone = outputs(path_engine(False, 128), replace(params, n=1, seed=output.seed), [output.prompt_tokens])
+        assert alone[0].token_ids == output.token_ids
+    assert found[0].seed == 9
+    wide = [width for _, width in made.target.widths if width > 13]  # type: ignore[attr-defined]
+    assert wide == [len(prompt)], "the prompt of all samples is computed once"
+
+
+# -- statistics --------------------------------------------------------------------------------
+
+
+@BOTH
+def test_stats_are_those_of_the_request(speculative: bool) -> None:
+    made = path_engine(speculative)
+    found = generate_requests(
+        made, [Request([3, 4, 5], SamplingParams(max_new_tokens=c)) for c in (4, 12)] + [Request([6], SamplingParams())]
+    )
+    for output in found:
+        assert output.stats.emitted == len(output.token_ids)
+        assert output.stats.prompt_tokens == len(output.prompt_tokens)
+        assert output.stats.tokens_per_second > 0
+        # The first token comes from the prefill; a step may emit tokens that are then cut off.
+        assert output.stats.steps + output.stats.accepted >= len(output.token_ids) - 1
+        assert set(output.stats.seconds) >= {"prefill", "draft", "target", "accept", "commit"}
+    assert speculative == any(output.stats.accepted for output in found)
+
+
+# -- prompts -----------------------------------------------------------------------------------
+
+
+def prompt_engine(**changes: Any) -> Engine:
+    tokenizer = every_byte()
+    return replace(Engine(PathTarget(len(tokenizer)), None, tokenizer, (0,)), **changes)
+
+
+def test_text_goes_through_the_chat_template() -> None:
+    made = prompt_engine()
+    tokens = encode_prompt(made, "Hé")
+    assert made.tokenizer.decode(tokens) == f"<turn>user: Hé{EOS}<turn>assistant: "
+    assert tokens == encode_prompt(made, [{"role": "user", "content": "Hé"}])
+    assert tokens.count(1) == 2, "special tokens of the template are tokens"
+
+
+def test_raw_text_and_token_ids_stay_as_they_are() -> None:
+    made = prompt_engine()
+    assert made.tokenizer.decode(encode_prompt(made, "Hé", raw=True)) == "Hé"
+    assert encode_prompt(made, [3, 1, 2]) == [3, 1, 2]
+    assert encode_prompt(made, list(torch.tensor([3, 1]).numpy())) == [3, 1]
+    assert encode_prompt(prompt_engine(tokenizer=None), [3]) == [3]
+
+
+def test_no_second_beginning_of_sequence() -> None:
+    from copy import deepcopy
+
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = deepcopy(every_byte())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<turn> $A", special_tokens=[("<turn>", 1)])
+    made = prompt_engine(tokenizer=tokenizer)
+    assert encode_prompt(made, "a", raw=True)[0] == 1, "this tokenizer adds a BOS"
+    assert encode_prompt(made, "a")[:2] != [1, 1]
+    tokenizer.chat_template = None
+    assert encode_prompt(made, "a")[0] == 1, "without a template text is taken as it is"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ("", ValueError, "empty"),
+        ([], ValueError, "empty"),
+        ([258], ValueError, "0 … 257"),
+        ([1.5], TypeError, "1.5"),
+        (["a", "b"], TypeError, "'a'"),
+        (7, TypeError, "int"),
+    ],
+)
+def test_prompts_that_are_refused(prompt: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        encode_prompt(prompt_engine(), prompt)
+
+
+def test_prompts_that_need_what_is_not_there() -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        encode_prompt(prompt_engine(tokenizer=None), "a")
+    with pytest.raises(ValueError, match="chat template"):
+        encode_prompt(prompt_engine(tokenizer=None), [{"role": "user", "content": "a"}])
