@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from aquiline.training import losses
-from aquiline.training.losses import restricted_probs, soft_cross_entropy
+from aquiline.training.losses import distribution_loss, restricted_probs
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_soft_cross_entropy_equals_its_definition(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distribution_loss_equals_its_definition(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_ROWS", 128)  # several blocks and chunks
     monkeypatch.setattr(losses, "_CHUNK", 50)
     torch.manual_seed(rows)
@@ -18,7 +18,7 @@ def test_soft_cross_entropy_equals_its_definition(rows: int, monkeypatch: pytest
     weight = torch.randn(33, 8, dtype=torch.float64, requires_grad=True)
     probs = torch.softmax(3 * torch.randn(7, 33, dtype=torch.float64), dim=-1)
     index, scale = torch.randint(7, (rows,)), torch.rand(rows, dtype=torch.float64)
-    loss, entropies, best = soft_cross_entropy(hidden, weight, probs, index, scale)
+    loss, entropies, best = distribution_loss(hidden, weight, probs, index, scale)
     grads = torch.autograd.grad(2 * loss, [hidden, weight])
 
     logits = hidden @ weight.t()
@@ -31,10 +31,10 @@ def test_soft_cross_entropy_equals_its_definition(rows: int, monkeypatch: pytest
         torch.testing.assert_close(mine, twin)
 
 
-def test_soft_cross_entropy_of_no_rows_is_zero() -> None:
+def test_distribution_loss_of_no_rows_is_zero() -> None:
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     nothing = torch.zeros(0, dtype=torch.int64)
-    loss, _, _ = soft_cross_entropy(hidden, weight, torch.rand(2, 6), nothing, torch.zeros(0))
+    loss, _, _ = distribution_loss(hidden, weight, torch.rand(2, 6), nothing, torch.zeros(0))
     grads = torch.autograd.grad(loss, [hidden, weight])
     assert float(loss) == 0 and float(grads[1].abs().sum()) == 0
 

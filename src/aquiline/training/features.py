@@ -77,7 +77,7 @@ def feature_stamp(
     return {
         "format": "aquiline-features-1",
         "target": fingerprint,
-        "features": [str(feature) for feature in features],
+        "features": [str(f) for f in dict.fromkeys((*features, "final"))],
         "data": dict(sorted(data.items())),
         "max_length": max_length,
     }
@@ -107,6 +107,11 @@ class FeatureStore:
     full: bool = False
     _open: dict[Path, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def layout(self) -> tuple[Feature, ...]:
+        """What a stored row holds, in order; "final" is always in it."""
+        return tuple("final" if f == "final" else int(f) for f in self.stamp["features"])
 
     def get(self, key: str) -> Tensor | None:
         """Returns the (T, F) features of a conversation, or None where they are unknown."""
@@ -174,6 +179,8 @@ def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
     path = folder / "stamp.json"
     if path.is_file():
         found = json.loads(path.read_text())
+        if set(stamp["features"]) <= set(found.get("features", ())):
+            stamp = stamp | {"features": found["features"]}  # an EAGLE-3 folder serves EAGLE-1
         different = sorted(k for k in stamp.keys() | found.keys() if stamp.get(k) != found.get(k))
         if different:
             raise ValueError(

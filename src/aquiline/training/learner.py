@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from aquiline.drafters.eagle import Eagle3Network, Network, build_network
 from aquiline.targets.rope import RotaryTable
-from aquiline.training.losses import restricted_probs, soft_cross_entropy
+from aquiline.training.losses import distribution_loss, feature_loss, restricted_probs
 from aquiline.training.unroll import block_mask, unroll
 
 
@@ -120,17 +120,35 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
     )
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """What a head is trained on.
+
+    Attributes:
+        rule: of the distributions, see `aquiline.training.losses.distribution_loss`.
+        token_weight: weight of the distributions' loss.
+        feature_weight: weight of SmoothL1 between the stream and the "final" feature that it
+            stands for (EAGLE-1/2); 0 for none.
+    """
+
+    rule: str = "kl"
+    token_weight: float = 1.0
+    feature_weight: float = 0.0
+
+
 class Learner(nn.Module):
     """The network being trained together with what its loss reads.
 
     Args:
         network: float32 master weights, or a replica in the compute dtype.
         target_head: (Vd, H) rows of the target's LM head, in the compute dtype; not trained.
+        loss: what it is trained on.
     """
 
-    def __init__(self, network: Network, target_head: Tensor) -> None:
+    def __init__(self, network: Network, target_head: Tensor, loss: LossSettings | None = None) -> None:
         super().__init__()
         self.network = network
+        self.loss = loss or LossSettings()
         self._constants = (target_head,)  # in a tuple: not a parameter, not a buffer
         self._rotary = RotaryTable(network.config.layer.rope, target_head.dtype, target_head.device)
 
@@ -151,10 +169,6 @@ class Learner(nn.Module):
             block_mask=micro.block_mask,
         )
 
-    def draft(self, micro: MicroBatch) -> list[Tensor]:
-        """Most probable draft id per step and row, (B, T) each."""
-        return [self.logits(stream).argmax(-1) for stream in self.streams(micro)]
-
     def logits(self, stream: Tensor) -> Tensor:
         """Logits of a stream over the draft vocabulary; EAGLE-1 reads through the target's head."""
         if isinstance(self.network, Eagle3Network):
@@ -169,17 +183,24 @@ class Learner(nn.Module):
             scales: per step, the weight of each row that counts.
 
         Returns:
-            Scalar loss; per step the summed cross-entropy and the hits (both (steps,) float32).
+            Scalar loss; per step the summed loss of the distributions and the hits (both (steps,) float32).
         """
-        assert isinstance(self.network, Eagle3Network)
         probs, best_target = restricted_probs(micro.final, self.target_head)
         picked = [
-            s.flatten(0, 1).index_select(0, rows) for s, rows in zip(self.streams(micro), micro.rows, strict=True)
+            stream.flatten(0, 1).index_select(0, rows)
+            for stream, rows in zip(self.streams(micro), micro.rows, strict=True)
         ]
-        hidden = self.network.norm(torch.cat(picked))
-        scale = torch.cat([torch.full((len(r),), s) for r, s in zip(micro.rows, scales, strict=True)])
-        index = torch.cat(micro.wanted)
-        loss, rows, best = soft_cross_entropy(hidden, self.network.lm_head.weight, probs, index, scale)
+        hidden, index = torch.cat(picked), torch.cat(micro.wanted)
+        scale = torch.cat([torch.full((len(r),), s, device=r.device) for r, s in zip(micro.rows, scales, strict=True)])
+        weight, read_out = self.target_head, hidden
+        if isinstance(self.network, Eagle3Network):
+            weight, read_out = self.network.lm_head.weight, self.network.norm(hidden)
+        token, rows, best = distribution_loss(
+            read_out, weight, probs, index, scale * self.loss.token_weight, self.loss.rule
+        )
+        loss = token
+        if self.loss.feature_weight:
+            loss = loss + self.loss.feature_weight * feature_loss(hidden, micro.final[index], scale)
         hits = best == best_target[index]
         sizes = [len(r) for r in micro.rows]
         totals = torch.stack([part.sum() for part in rows.split(sizes)])
@@ -190,7 +211,7 @@ class Learner(nn.Module):
 def replicate(learner: Learner) -> Learner:
     """A copy in the compute dtype, for one worker; `refresh` brings it up to date."""
     network = build_network(learner.network.config).to(learner.target_head)
-    replica = Learner(network, learner.target_head)
+    replica = Learner(network, learner.target_head, learner.loss)
     refresh(replica, learner)
     return replica
 

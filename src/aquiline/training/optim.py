@@ -6,8 +6,7 @@ MiniCPM (arXiv 2404.06395).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "total_positions", "workers")
+from aquiline.training.losses import RULES
+
+MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "workers", "tensorboard")
 """Settings that a resumed run may change without becoming another run."""
 
 
@@ -27,9 +29,14 @@ class TrainSettings:
         features: folder that keeps the target's features; None computes them each time.
         limit_conversations: for each set, use only so many (0: all), to repeat cached features.
         layers: feature layers of an EAGLE-3 head; None: 2, n/2, n-3.
-        draft_vocab_size: ids that an EAGLE-3 head drafts; the vocabulary of `init` wins.
+        draft_vocab_size: ids that an EAGLE-3 head drafts (the vocabulary of `init` wins), and
+            that the loss of an EAGLE-1 head is computed over.
         ttt_steps: unrolled steps; for EAGLE-1, more than 1 is HASS-style.
         step_decay: weight of step i is step_decay ** i.
+        loss: "kl", "tv" or "lk", see `aquiline.training.losses`.
+        token_weight: weight of the loss between distributions.
+        feature_weight: weight of SmoothL1 on features (EAGLE-1).
+        feature_noise: features get uniform noise of ± this much (EAGLE-1).
         max_length: conversations are cut to so many tokens.
         batch_positions: positions of an optimiser step.
         micro_positions: positions that go through the network together.
@@ -48,6 +55,8 @@ class TrainSettings:
         log_steps: metrics interval in optimiser steps.
         workers: micro-batches computed at a time, each by one thread; 0: one per core. The
             result does not depend on it.
+        dtype: in which the target and the copies of the head compute: "bfloat16" or "float32".
+        tensorboard: also write TensorBoard events into the output folder.
         seed: order of the data and noise.
     """
 
@@ -65,6 +74,10 @@ class TrainSettings:
     draft_vocab_size: int = 8192
     ttt_steps: int = 4
     step_decay: float = 0.8
+    loss: str = "kl"
+    token_weight: float = 1.0
+    feature_weight: float = 0.0
+    feature_noise: float = 0.0
     max_length: int = 512
     batch_positions: int = 4096
     micro_positions: int = 512
@@ -80,17 +93,25 @@ class TrainSettings:
     validate_positions: int = 200_000
     log_steps: int = 5
     workers: int = 0
+    dtype: str = "bfloat16"
+    tensorboard: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("eagle3", "eagle"):
             raise ValueError(f"kind {self.kind!r} is not known; allowed: eagle3, eagle")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype {self.dtype!r} is not allowed; allowed: bfloat16, float32")
         if not self.data:
             raise ValueError("no training data given; make a set with `prepare`")
         for name in ("data_weights", "decay_weights"):
             weights = getattr(self, name)
             if weights and (len(weights) != len(self.data) or min(weights) < 0 or not sum(weights)):
                 raise ValueError(f"{name} {weights} must give a share ≥ 0 for each of {len(self.data)} data sets")
+        if self.loss not in RULES:
+            raise ValueError(f"loss {self.loss!r} is not known; allowed: {', '.join(RULES)}")
+        if self.kind == "eagle" and not self.token_weight and not self.feature_weight:
+            raise ValueError("token_weight and feature_weight are both 0: there is nothing to learn")
         for name in ("ttt_steps", "batch_positions", "micro_positions", "total_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -3,7 +3,8 @@
 On the target's own greedy words the unrolled steps are the draft chain as long as it is right:
 the token that step i+1 reads is the one that step i should have drafted. So the chain from row t
 reaches depth n+1 if its first n+1 steps are all right, and n-α = P(depth n+1 | depth n). On other
-people's words that holds only where they are also the target's, and such rows alone count.
+people's words that holds only while they are also the target's; a chain is followed no further
+than that. Chains begin at every assistant token here, in an engine where the last one ended.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor
 
 from aquiline.drafters.eagle import DraftHead
+from aquiline.drafters.tree_policy import EAGLE1_PATHS
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features
-from aquiline.training.learner import Example, Learner, build_micro_batch, replicate
+from aquiline.training.learner import Example, Learner, MicroBatch, build_micro_batch, replicate
+
+_TOP = 10
+_BINS = 10
 
 
 @dataclass(frozen=True)
@@ -28,19 +33,36 @@ class Acceptance:
         alphas: n-α for n = 0 … steps - 1.
         accuracy: per step, how often the draft's token is the target's, teacher-forced.
         rows: rows that step 0 was measured on.
+        tau_chain: tokens per target forward with a chain of 5, the target's own included.
+        tau_tree: the same with EAGLE-1's fixed tree.
+        calibration: per bin of confidence (0 … 0.1, …): rows, mean confidence, share accepted.
+        calibration_error: expected calibration error, Σ share of rows · |confidence − accepted|.
     """
 
     alphas: list[float]
     accuracy: list[float]
     rows: int
+    tau_chain: float
+    tau_tree: float
+    calibration: list[tuple[int, float, float]]
+    calibration_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Per step and row, (steps, T): rank of the target's token among the draft's best, _TOP if
+    it is not; whether the row counts; whether the text is the target's own choice there; and
+    (T,) the first step's confidence."""
+
+    rank: Tensor
+    valid: Tensor
+    greedy: Tensor
+    confidence: Tensor
 
 
 @torch.no_grad()
 def measure_acceptance(
-    target: Decoder,
-    head: DraftHead,
-    conversations: Iterable[tuple[Tensor, Tensor]],
-    steps: int,
+    target: Decoder, head: DraftHead, conversations: Iterable[tuple[Tensor, Tensor]], steps: int
 ) -> Acceptance:
     """Measures a head.
 
@@ -48,57 +70,111 @@ def measure_acceptance(
         target: the target.
         head: the head, in any dtype; it is run in the target's.
         conversations: (tokens, mask) pairs.
-        steps: depths to measure.
+        steps: depths to measure, ≥ 5.
     """
-    reached, accepted = torch.zeros(steps), torch.zeros(steps)
-    right, counted = torch.zeros(steps), torch.zeros(steps)
     learner = replicate(Learner(head.network, target.lm_head.weight))
-    hidden = head.config.target_hidden_size
-    for tokens, mask in conversations:
-        if len(tokens) < 3:
-            continue
-        wanted = tuple(dict.fromkeys((*head.config.features, "final")))
-        both = compute_features(target, tokens, wanted)
-        width = hidden * len(head.config.features)
-        example = Example(tokens, mask, both[:, :width], both[:, -hidden:])
-        hits, valid, greedy = _hits(learner, target, head, example, steps)
-        right += (hits & valid).sum(1)
-        counted += valid.sum(1)
-        alive = torch.ones(hits.shape[1], dtype=torch.bool)
-        for n in range(steps):
-            alive = alive & valid[n]
-            reached[n] += alive.sum()
-            alive = alive & hits[n]
-            accepted[n] += alive.sum()
-            alive = alive & greedy[n]
+    parts = [_measure(learner, target, head, tokens, mask, steps) for tokens, mask in conversations if len(tokens) >= 3]
+    if not parts:
+        raise ValueError("no validation conversation of at least 3 tokens; prepare a larger set")
+    rows = _Rows(*(torch.cat(p, dim=-1) for p in zip(*map(_fields, parts), strict=True)))
+    right = rows.rank == 0
+    alphas, reached = _chain(right, rows)
+    first = rows.valid[0]
+    calibration, error = _calibration(rows.confidence[first], right[0][first])
+    tau_chain, survival = 1.0, 1.0
+    for alpha in alphas[:5]:
+        survival *= alpha
+        tau_chain += survival
     return Acceptance(
-        alphas=(accepted / reached.clamp(min=1)).tolist(),
-        accuracy=(right / counted.clamp(min=1)).tolist(),
-        rows=int(reached[0]),
+        alphas=alphas,
+        accuracy=((right & rows.valid).sum(1) / rows.valid.sum(1).clamp(min=1)).tolist(),
+        rows=reached,
+        tau_chain=tau_chain,
+        tau_tree=_tau_tree(rows),
+        calibration=calibration,
+        calibration_error=error,
     )
 
 
-def _hits(
-    learner: Learner,
-    target: Decoder,
-    head: DraftHead,
-    example: Example,
-    steps: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per step and row: is the draft right, does the row count, is the text greedy there."""
-    rows = len(example.tokens) - 1
+def _fields(rows: _Rows) -> tuple[Tensor, ...]:
+    return rows.rank, rows.valid, rows.greedy, rows.confidence
+
+
+def _chain(right: Tensor, rows: _Rows) -> tuple[list[float], int]:
+    """n-α, and the rows that chains began at."""
+    alphas = []
+    alive = torch.ones_like(right[0])
+    for n in range(len(right)):
+        alive = alive & rows.valid[n]
+        accepted = alive & right[n]
+        alphas.append(float(accepted.sum() / alive.sum().clamp(min=1)))
+        alive = accepted & rows.greedy[n]
+    return alphas, int(rows.valid[0].sum())
+
+
+def _tau_tree(rows: _Rows) -> float:
+    """Follows the target's tokens down EAGLE-1's fixed tree by their ranks."""
+    paths = set(EAGLE1_PATHS)
+    depth = min(max(map(len, paths)), len(rows.rank))
+    accepted = total = 0
+    for row in rows.valid[0].nonzero()[:, 0].tolist():
+        total += 1
+        path: tuple[int, ...] = ()
+        for n in range(depth):
+            if not rows.valid[n, row] or (n and not rows.greedy[n - 1, row]):
+                break
+            path = (*path, int(rows.rank[n, row]))
+            if path not in paths:
+                break
+            accepted += 1
+    return 1 + accepted / max(1, total)
+
+
+def _calibration(confidence: Tensor, right: Tensor) -> tuple[list[tuple[int, float, float]], float]:
+    bins = (confidence * _BINS).long().clamp(max=_BINS - 1)
+    table, error = [], 0.0
+    for i in range(_BINS):
+        inside = bins == i
+        count = int(inside.sum())
+        mean = float(confidence[inside].mean()) if count else 0.0
+        share = float(right[inside].float().mean()) if count else 0.0
+        table.append((count, mean, share))
+        error += count * abs(mean - share)
+    return table, error / max(1, len(confidence))
+
+
+def _measure(learner: Learner, target: Decoder, head: DraftHead, tokens: Tensor, mask: Tensor, steps: int) -> _Rows:
+    hidden = head.config.target_hidden_size
+    wanted = tuple(dict.fromkeys((*head.config.features, "final")))
+    both = compute_features(target, tokens, wanted)
+    width = hidden * len(head.config.features)
+    example = Example(tokens, mask, both[:, :width], both[:, -hidden:])
+    rows = len(tokens) - 1
     micro = build_micro_batch([example], target.embed_tokens.weight, steps)
-    best = torch.stack([drafted[0] for drafted in learner.draft(micro)])
-    if head.draft_to_target is not None:
-        best = head.draft_to_target[best]
+    best, confidence = _best(learner, micro, head)
     truth = target.project(example.final).argmax(-1)
-    hits = torch.zeros(steps, rows, dtype=torch.bool)
-    valid, greedy = torch.zeros_like(hits), torch.zeros_like(hits)
+    rank = torch.full((steps, rows), _TOP, dtype=torch.int64, device=tokens.device)
+    valid = torch.zeros(steps, rows, dtype=torch.bool, device=tokens.device)
+    greedy = torch.zeros_like(valid)
     for i in range(steps):
         size = rows - 1 - i  # rows whose predicted token x[t+2+i] exists
         if size < 1:
             break
-        hits[i, :size] = best[i, :size] == truth[1 + i : 1 + i + size]
-        valid[i, :size] = example.mask[2 + i :]
-        greedy[i, :size] = example.tokens[2 + i :] == truth[1 + i : 1 + i + size]
-    return hits, valid, greedy
+        wanted_token = truth[1 + i : 1 + i + size]
+        found = best[i, :size] == wanted_token[:, None]
+        rank[i, :size] = torch.where(found.any(-1), found.int().argmax(-1), _TOP)
+        valid[i, :size] = mask[2 + i :]
+        greedy[i, :size] = tokens[2 + i :] == wanted_token
+    return _Rows(rank, valid, greedy, confidence)
+
+
+def _best(learner: Learner, micro: MicroBatch, head: DraftHead) -> tuple[Tensor, Tensor]:
+    """Target ids of the best drafts (steps, T, _TOP), and the first step's confidence (T,)."""
+    best, confidence = [], torch.empty(0)
+    for i, stream in enumerate(learner.streams(micro)):
+        logits = learner.logits(stream[0]).float()
+        ids = logits.topk(min(_TOP, logits.shape[-1])).indices
+        if i == 0:
+            confidence = torch.softmax(logits, dim=-1).amax(-1)
+        best.append(ids if head.draft_to_target is None else head.draft_to_target.to(ids)[ids])
+    return torch.stack(best), confidence

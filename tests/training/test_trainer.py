@@ -1,0 +1,214 @@
+"""The loop: resuming, features on disk, workers, processes, and what stops it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aquiline.training import state
+from aquiline.training.settings import TrainSettings, settings_record
+from aquiline.training.trainer import TrainingDiverged, train
+from tests.training.tiny_training import tiny_settings, write_set, write_target
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("training")
+    write_target(folder / "target")
+    write_set(folder / "set", conversations=8, length=18)
+    train(tiny_settings(folder, "reference"))
+    return folder
+
+
+def weights(output: Path) -> dict[str, Tensor]:
+    state = torch.load(output / "checkpoint.pt", weights_only=True)["network"]
+    assert isinstance(state, dict)
+    return state
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def run_in_process(settings: TrainSettings) -> subprocess.Popen[bytes]:
+    code = (
+        "import json, sys; from aquiline.training.settings import TrainSettings;"
+        "from aquiline.training.trainer import train;"
+        "s = json.loads(sys.argv[1]);"
+        "train(TrainSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()}))"
+    )
+    record = json.dumps(settings_record(settings))
+    return subprocess.Popen([sys.executable, "-c", code, record], stdout=subprocess.DEVNULL)
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(6000):
+        if (output / "checkpoint.pt").is_file() and (output / "metrics.jsonl").is_file():
+            if any(record["step"] >= step for record in metrics(output)):
+                return
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.01)
+    raise AssertionError("the run did not get to the step")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_resumes_to_the_same_bits(base: Path, number: signal.Signals) -> None:
+    # Long enough to be caught in the middle: the kill comes from outside.
+    settings = tiny_settings(base, f"killed-{number.name}", total_positions=3000, save_minutes=0.0, feature_noise=0.01)
+    process = run_in_process(settings)
+    output = Path(settings.output)
+    wait_for_step(output, 3, process)
+    process.send_signal(number)
+    process.wait(60)
+    cut = torch.load(output / "checkpoint.pt", weights_only=True)["progress"][0]
+    train(settings, resume=True)
+    whole = dataclasses.replace(settings, output=settings.output + "-whole", save_minutes=60.0)
+    report = train(whole)
+    assert 0 < cut < report.steps
+    assert same(weights(output), weights(Path(whole.output)))
+
+
+def test_feature_folder_gives_the_same_bits_as_features_online(base: Path) -> None:
+    folder = str(base / "features")
+    for output in ("filling", "filled"):
+        train(tiny_settings(base, output, features=folder))
+        assert same(weights(base / output), weights(base / "reference"))
+    other = tiny_settings(base, "other", features=folder, max_length=32)
+    with pytest.raises(ValueError, match="max_length"):
+        train(other)
+
+
+def test_workers_do_not_change_the_result(base: Path) -> None:
+    train(tiny_settings(base, "workers", workers=3))
+    assert same(weights(base / "workers"), weights(base / "reference"))
+
+
+def test_packing_changes_no_more_than_rounding(base: Path) -> None:
+    train(tiny_settings(base, "packed", pack=True, muon_lr=0.0, total_positions=60))
+    train(tiny_settings(base, "padded", pack=False, muon_lr=0.0, total_positions=60))
+    packed, padded = metrics(base / "packed")[0], metrics(base / "padded")[0]
+    assert packed["loss"] == pytest.approx(padded["loss"], rel=1e-4)
+    assert packed["gradient_norm"] == pytest.approx(padded["gradient_norm"], rel=1e-3)
+
+
+def _process(rank: int, port: int, settings: TrainSettings) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    train(settings)
+
+
+def test_two_processes_equal_one(base: Path) -> None:
+    settings = tiny_settings(base, "two", muon_lr=0.0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_process, args=(r, port, settings)) for r in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    train(dataclasses.replace(settings, output=str(base / "one")))
+    one, two = weights(base / "one"), weights(base / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+    losses = [[r["loss"] for r in metrics(base / n) if "loss" in r] for n in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base: Path) -> None:
+    settings = tiny_settings(base, "diverged", total_positions=120)
+    train(settings)
+    before = (base / "diverged" / "checkpoint.pt").read_bytes()
+    with pytest.raises(TrainingDiverged, match=r"step 2: loss nan.* last checkpoint is good"):
+        train(dataclasses.replace(settings, lr=float("inf"), muon_lr=0.0))
+    assert (base / "diverged" / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_resume_with_changed_settings_says_which(base: Path) -> None:
+    with pytest.raises(ValueError, match=r"lr: 0.003 → 0.5; ttt_steps|ttt_steps.*lr: 0.003 → 0.5"):
+        train(tiny_settings(base, "reference", lr=0.5, ttt_steps=2), resume=True)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tiny_settings(base, "full", total_positions=120)
+    train(settings)
+    before = (base / "full" / "checkpoint.pt").read_bytes()
+
+    def no_room(value: object, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state.torch, "save", no_room)
+    train(settings)
+    assert (base / "full" / "checkpoint.pt").read_bytes() == before
+    assert not list((base / "full").glob("*.partial*"))
+    assert "No space left" in capsys.readouterr().out
+
+
+def test_decay_can_be_asked_for_by_a_file(base: Path) -> None:
+    output = base / "early"
+    output.mkdir()
+    (output / "decay").write_text("180")
+    report = train(tiny_settings(base, "early", total_positions=100_000))
+    assert 180 <= report.positions < 300
+    factors = [r["lr_factor"] for r in metrics(output) if "lr_factor" in r]
+    assert factors[-1] < 0.2
+
+
+def test_a_finished_run_leaves_a_card_and_measures(base: Path) -> None:
+    card = (base / "reference" / "head" / "README.md").read_text()
+    last = metrics(base / "reference")[-1]
+    assert f"| {last['alpha'][0]:.3f} |" in card and "fingerprint" in card
+    assert len(last["alpha"]) == 5 and 1 <= last["tau_chain5"] <= 6
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_overfitting_reaches_every_depth(base: Path, tmp_path: Path, kind: str) -> None:
+    write_target(tmp_path / "target")
+    write_set(tmp_path / "set", conversations=6, length=16, seed=5)
+    # The validation split is made of the training conversations: this is about fitting.
+    shutil.copy(tmp_path / "set" / "train.arrow", tmp_path / "set" / "validation.arrow")
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    manifest["counts"]["validation"] = manifest["counts"]["train"]
+    (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
+    settings = tiny_settings(
+        tmp_path,
+        "run",
+        kind=kind,
+        draft_vocab_size=97,
+        batch_positions=120,
+        total_positions=24_000,
+        log_steps=1000,
+        validate_positions=10**9,
+    )
+    report = train(settings)
+    (alphas,) = report.acceptance.values()
+    assert min(alphas[:3]) >= 0.98
