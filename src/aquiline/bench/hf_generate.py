@@ -28,9 +28,11 @@ class HfRun:
 
 def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The model in a target's folder as transformers runs it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    model.generation_config = GenerationConfig()  # settings come with the call, nothing from the folder
+    return model
 
 
 def run_hf(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -111,7 +111,7 @@ class _Drawing(_Recorder):
 
     def propose_sampled(self, root: Tensor, prefixes: Any, rows: Sequence[int], *rest: Any) -> DraftTree:
         tree: DraftTree = self.inner.propose_sampled(root, prefixes, rows, *rest)
-        self._open = (tree, list(rows))
+        self._open = (replace(tree, draft_probs=None), list(rows))  # the whole laws are large
         return tree
 
 

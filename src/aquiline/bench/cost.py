@@ -1,0 +1,75 @@
+"""What a forward of the target costs, by the number of tokens in it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from aquiline.cache import commit
+from aquiline.targets.target import Target
+
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tokens per forward that are timed."""
+
+CONTEXT = 256
+"""Committed tokens that the timed forwards look back on."""
+
+
+@torch.inference_mode()
+def cost_curve(
+    target: Target, sizes: Sequence[int] = SIZES, *, rows: int = 1, context: int = CONTEXT, repeats: int = 15
+) -> list[dict[str, float]]:
+    """Seconds of a forward of M tokens a row, on top of `context` committed ones.
+
+    The sizes take turns, so that a slow moment of the machine hits all of them; the median counts.
+
+    Returns:
+        ``{"tokens": M, "seconds": median, "low": 10th percentile, "high": 90th}`` per size.
+    """
+    context = min(context, target.shape.max_positions - max(sizes))
+    vocabulary, device = target.shape.vocab_size, target.device
+    generator = torch.Generator().manual_seed(0)
+    cache = target.new_cache(rows, context + max(sizes))
+    slots = list(range(rows))
+    prompt = torch.randint(0, vocabulary, (rows, context), generator=generator).to(device)
+    none = torch.empty(rows, 0, dtype=torch.int64, device=device)
+    positions = torch.arange(context + max(sizes), device=device).expand(rows, -1)
+    target.forward(prompt, positions[:, :context], None, cache, slots, (), none)
+    commit(cache, torch.arange(context).expand(rows, -1), slots)
+    draft = torch.randint(0, vocabulary, (rows, max(sizes)), generator=generator).to(device)
+
+    def forward(size: int) -> None:
+        # Nothing is committed, so every forward meets the same cache.
+        target.forward(draft[:, :size], positions[:, context : context + size], None, cache, slots)
+
+    return _interleaved(dict.fromkeys(sizes, forward), repeats, device)
+
+
+def _interleaved(work: dict[int, Callable[[int], None]], repeats: int, device: torch.device) -> list[dict[str, float]]:
+    times: dict[int, list[float]] = {size: [] for size in work}
+    for repeat in range(repeats + 2):  # two rounds to warm up
+        for size, run in work.items():
+            start = time.perf_counter()
+            run(size)
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
+            if repeat >= 2:
+                times[size].append(time.perf_counter() - start)
+    curve = []
+    for size, values in times.items():
+        tenths = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+        curve.append({"tokens": size, "seconds": statistics.median(values), "low": tenths[0], "high": tenths[8]})
+    return curve
+
+
+def seconds_at(curve: Sequence[dict[str, float]], tokens: float) -> float:
+    """The curve at any number of tokens: linear between its points, flat before, extended after."""
+    points = sorted((point["tokens"], point["seconds"]) for point in curve)
+    if tokens <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    right = next((i for i, (x, _) in enumerate(points) if tokens <= x), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)

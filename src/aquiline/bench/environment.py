@@ -1,0 +1,71 @@
+"""What a measurement was made on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquiline.bench.methods import Bed
+
+
+def environment(bed: Bed) -> dict[str, Any]:
+    """Hardware, versions, threads and dtype, as JSON-able values."""
+    device = torch.device(bed.target.device)
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _total_memory(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "dtype": str(bed.target.dtype).removeprefix("torch."),
+        "target": bed.name,
+        "target_class": type(bed.target).__name__,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("aquiline", "torch", "transformers", "numpy")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _total_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def environment_line(results: Mapping[str, Any]) -> str:
+    """What it was measured on, in one line."""
+    e = results["environment"]
+    spread = e["plain_spread"]
+    noise = f"; plain runs of a prompt differ by {spread['median']:.1%} (median)" if spread["pairs"] else ""
+    return (
+        f"{e['target']} in {e['dtype']} ({e['target_class']}) on {e['cpu']}, {e['device']}, {e['cores']} cores, "
+        f"{e['threads']} threads; torch {e['versions']['torch']}, transformers {e['versions']['transformers']}, "
+        f"aquiline {e['versions']['aquiline']}, Python {e['python']}; seed {results['settings']['seed']}, "
+        f"{results['settings']['max_new_tokens']} tokens{noise}."
+    )

@@ -1,0 +1,266 @@
+"""Methods by name: what `--methods eagle3:chain:depth=4` means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquiline.drafters.adaptive import Adaptive
+from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.loading import GPU_TREE, SHIPPED, make_drafter
+from aquiline.targets.target import Target
+
+METHODS = {
+    "plain": "decoding without drafts, in the same engine",
+    "hf": "`generate` of transformers on the same weights",
+    "auto": "what load() takes by default, with its fall-back to plain",
+    "prompt-lookup": "continuations of repeated n-grams; options depth, max_ngram, min_ngram, num_branches",
+    "lookahead": "Jacobi window and n-gram pool; options window, ngram, guesses",
+    "small-model": "a small model drafts a chain; options depth, min_prob, sampled",
+    "medusa": "parallel heads and their static tree",
+    "hydra": "sequentially dependent heads and their static tree",
+    "eagle": "EAGLE-1 head; static tree unless told otherwise",
+    "eagle2": "EAGLE-1 head; dynamic tree unless told otherwise",
+    "eagle3": "EAGLE-3 head; load()'s default tree unless told otherwise",
+    "eagle3+lookup": "prompt lookup merged into an EAGLE-3 tree",
+}
+"""Name → what it is. Those with a head take :chain, :static or :dynamic and the tree's settings."""
+
+SHAPES: dict[str, type[Chain] | type[StaticTree] | type[DynamicTree]] = {
+    "chain": Chain,
+    "static": StaticTree,
+    "dynamic": DynamicTree,
+}
+CPU_DYNAMIC = DynamicTree(num_nodes=32, depth=5, top_k=8)
+"""The dynamic tree on a CPU, where each further node costs; on a GPU the papers' 60 nodes."""
+
+HEAD_OF = {
+    "eagle": "eagle",
+    "eagle2": "eagle",
+    "eagle3": "eagle3",
+    "eagle3+lookup": "eagle3",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "small-model": "small-model",
+}
+"""Method → kind of head that it needs."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A parsed method.
+
+    Attributes:
+        label: as given; names the method in all results.
+        name: key of `METHODS`.
+        shape: "chain", "static", "dynamic" or "" for the method's own default.
+        options: (setting, value) pairs.
+    """
+
+    label: str
+    name: str
+    shape: str = ""
+    options: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Bed:
+    """What all methods of a run share.
+
+    Attributes:
+        target: the target, as `load` decodes with it.
+        tokenizer: of the target.
+        end_ids: its end-of-sequence tokens.
+        path: folder of its weights, or None.
+        name: what the user called it.
+        heads: kind of head → folder, for heads that do not ship.
+    """
+
+    target: Target
+    tokenizer: Any
+    end_ids: tuple[int, ...]
+    path: Path | None
+    name: str
+    heads: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A method ready to run.
+
+    Attributes:
+        label: its name in all results.
+        drafter: None for plain decoding and for `generate` of transformers.
+        settings: tree or other settings, in words.
+        head: where its head came from, or None.
+        chain: it drafts chains, so that n-α is defined.
+        hf_model: transformers' model, for the method "hf" alone.
+    """
+
+    label: str
+    drafter: Drafter | None
+    settings: str
+    head: str | None = None
+    chain: bool = False
+    hf_model: Any = None
+
+
+def parse_method(text: str) -> MethodSpec:
+    """Parses ``NAME[:SHAPE][:SETTING=VALUE]…``.
+
+    Raises:
+        ValueError: for an unknown method (lists what there is), shape or form.
+    """
+    name, *parts = text.strip().split(":")
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")
+    shape, options = "", []
+    for part in parts:
+        setting, equals, value = part.partition("=")
+        if not equals:
+            if part not in SHAPES or shape:
+                raise ValueError(
+                    f"{text!r}: {part!r} is no tree; allowed: one of {', '.join(SHAPES)}, or SETTING=VALUE"
+                )
+            shape = part
+            continue
+        try:
+            options.append((setting, float(value) if "." in value else int(value)))
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {setting} is {value!r}; allowed: a number") from error
+    if shape and name in ("plain", "hf", "auto", "prompt-lookup", "lookahead"):
+        raise ValueError(f"{text!r}: {name} takes no tree")
+    return MethodSpec(text.strip(), name, shape, tuple(options))
+
+
+def make_method(spec: MethodSpec, bed: Bed) -> Method:
+    """Builds a method on a target.
+
+    Raises:
+        ValueError: it lacks its head (names the command that trains one), or its settings make
+            no tree.
+    """
+    if spec.name == "plain":
+        return Method(spec.label, None, "no drafts")
+    if spec.name == "hf":
+        return _hf(spec, bed)
+    if spec.name == "auto":
+        drafter, name = make_drafter("auto", None, bed.target, bed.path)
+        assert drafter is not None
+        return Method(spec.label, Adaptive(drafter), f"{name}, {_described(drafter)}, adaptive")
+    if spec.name == "prompt-lookup":
+        lookup = _with_options(PromptLookup, spec)
+        return Method(spec.label, lookup, _described(lookup), chain=lookup.num_branches == 1)
+    head = find_head(spec.name, bed)
+    drafter = _with_head(spec, bed, head)
+    policy = getattr(drafter, "policy", None)
+    return Method(spec.label, drafter, _described(drafter), str(head), isinstance(policy, Chain))
+
+
+def find_head(method: str, bed: Bed) -> Path:
+    """The folder of a method's head: the user's, else one that ships for this very target.
+
+    Raises:
+        ValueError: there is none; names the command that trains one.
+    """
+    kind = HEAD_OF[method]
+    if kind in bed.heads:
+        return Path(bed.heads[kind]).expanduser()
+    from aquiline.checkpoints.targets import target_fingerprint
+
+    if bed.path is not None:
+        fingerprint = target_fingerprint(bed.path)
+        for folder in sorted(SHIPPED.glob(f"*-{kind}")):
+            if fingerprint in (folder / "config.json").read_text(encoding="utf-8"):
+                return folder
+    raise ValueError(
+        f"method {method} needs a head of kind {kind!r} for {bed.name}, and none ships; train one: "
+        f"`aquiline train DATA --method {kind} --target {bed.name} --output FOLDER` "
+        f"(DATA comes from `aquiline prepare`), then give --head {kind}=FOLDER"
+    )
+
+
+def _hf(spec: MethodSpec, bed: Bed) -> Method:
+    from aquiline.bench.hf_generate import load_hf
+
+    if bed.path is None:
+        raise ValueError("method hf loads the target's folder again with transformers, and this target has none")
+    model = load_hf(bed.path, bed.target.dtype, torch.device(bed.target.device))
+    return Method(spec.label, None, "transformers", hf_model=model)
+
+
+def _with_head(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
+    if spec.name in ("eagle", "eagle2", "eagle3"):
+        defaults: dict[str, TreePolicy | None] = {"eagle": StaticTree(), "eagle2": _dynamic(bed), "eagle3": None}
+        drafter, _ = make_drafter(head, _policy(spec, bed) or defaults[spec.name], bed.target, bed.path)
+        assert drafter is not None
+        return drafter
+    if spec.name == "small-model":
+        return _small_model(spec, bed, head)
+    raise ValueError(f"method {spec.name} cannot be built")
+
+
+def _small_model(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
+    from aquiline.drafters.small_model import SmallModel
+    from aquiline.targets.loading import load_target
+
+    options = dict(spec.options)
+    sampled = bool(options.pop("sampled", 0))
+    policy = _policy(MethodSpec(spec.label, spec.name, "chain", tuple(options.items())), bed)
+    assert isinstance(policy, Chain)
+    model = load_target(head, bed.target.dtype, bed.target.device)
+    return SmallModel(model, bed.target, policy, sampled=sampled)
+
+
+def _dynamic(bed: Bed) -> DynamicTree:
+    return CPU_DYNAMIC if torch.device(bed.target.device).type == "cpu" else GPU_TREE
+
+
+def _policy(spec: MethodSpec, bed: Bed) -> TreePolicy | None:
+    """The tree that the specification names, or None for the default."""
+    if not spec.shape:
+        if spec.options:
+            raise ValueError(f"{spec.label!r}: settings need a tree; allowed: {spec.name}:chain, :static or :dynamic")
+        return None
+    if spec.shape == "dynamic" and not spec.options:
+        return _dynamic(bed)
+    policy: TreePolicy = _with_options(SHAPES[spec.shape], spec)
+    return policy
+
+
+def _with_options(make: Any, spec: MethodSpec) -> Any:
+    try:
+        return make(**dict(spec.options))
+    except TypeError as error:
+        raise ValueError(f"{spec.label!r}: {error}") from error
+
+
+def _described(drafter: Any) -> str:
+    """Settings in words, for the report."""
+    policy = getattr(drafter, "policy", None)
+    if isinstance(policy, StaticTree):
+        return f"static tree of {len(policy.paths)} nodes"
+    if policy is not None:
+        return str(policy)
+    names = ("depth", "max_ngram", "min_ngram", "num_branches", "window", "ngram", "guesses")
+    given = {name: getattr(drafter, name) for name in names if hasattr(drafter, name)}
+    return ", ".join(f"{name}={value}" for name, value in given.items())
+
+
+def check_methods(labels: Sequence[str]) -> list[MethodSpec]:
+    """Parses all labels and puts plain decoding, which everything is measured against, first.
+
+    Raises:
+        ValueError: for an unknown or repeated method.
+    """
+    specs = [parse_method(label) for label in labels]
+    if len({spec.label for spec in specs}) < len(specs):
+        raise ValueError(f"a method is given twice: {', '.join(labels)}")
+    plain = [spec for spec in specs if spec.name == "plain"] or [MethodSpec("plain", "plain")]
+    return [*plain, *(spec for spec in specs if spec.name != "plain")]

@@ -1,0 +1,144 @@
+"""The results JSON, and the Markdown and HTML made from it alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aquiline.bench import metrics
+from aquiline.bench.environment import environment_line
+from aquiline.bench.page import render_html
+from aquiline.bench.records import Record, record_from_json, record_json
+from aquiline.bench.tasks import TITLES, Question
+
+SCHEMA = 1
+"""Version of the results JSON; see `docs/results-schema.md`."""
+
+
+def compile_results(
+    *,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    methods: Sequence[Mapping[str, Any]],
+    not_run: Sequence[Mapping[str, str]],
+    questions: Sequence[Question],
+    skipped: Sequence[Mapping[str, Any]],
+    records: Sequence[Record],
+    divergences: Sequence[Mapping[str, Any]],
+    curve: Sequence[Mapping[str, float]],
+) -> dict[str, Any]:
+    """Everything that is known about a run; all summaries follow from the records.
+
+    Raises:
+        ValueError: nothing was measured, because no question fits the context.
+    """
+    if not records:
+        raise ValueError(
+            f"nothing to measure: none of {len(questions)} questions fits the context together with "
+            f"{settings['max_new_tokens']} new tokens; lower the budget or give shorter questions"
+        )
+    raw = [record_json(record) for record in records]
+    records = [record_from_json(values) for values in raw]  # as rounded there: what is written must add up
+    chains = [method["label"] for method in methods if method["chain"]]
+    counts: dict[str, int] = {}
+    for question in questions:
+        counts[question.task] = counts.get(question.task, 0) + 1
+    return {
+        "schema": SCHEMA,
+        "settings": dict(settings),
+        "environment": {**environment, "plain_spread": metrics.plain_spread(records)},
+        "methods": [dict(method) for method in methods],
+        "not_run": [dict(entry) for entry in not_run],
+        "questions": counts,
+        "skipped": [dict(entry) for entry in skipped],
+        "definitions": metrics.DEFINITIONS,
+        "summary": metrics.summarise(records, chains),
+        "agreement": metrics.agreement(records),
+        "divergences": [dict(entry) for entry in divergences],
+        "cost_curve": [dict(point) for point in curve],
+        "records": raw,
+    }
+
+
+def write_report(results: Mapping[str, Any], folder: Path) -> str:
+    """Writes results.json, results.md and report.html; returns the Markdown."""
+    markdown = render_markdown(results)
+    for name, text in (
+        ("results.json", json.dumps(results, ensure_ascii=False)),
+        ("results.md", markdown),
+        ("report.html", render_html(results)),
+    ):
+        part = folder / (name + ".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
+    return markdown
+
+
+def render_markdown(results: Mapping[str, Any]) -> str:
+    """The table of speedups and τ, the agreement, and what it was measured on."""
+    lines = [f"# {results['environment']['target']}: methods side by side", ""]
+    for temperature in results["settings"]["temperatures"]:
+        lines += _table(results, temperature)
+    lines += ["Cells: speedup against plain decoding in the same engine / τ. Last columns: medians over all", ""]
+    lines[-2] += " prompts, with 95 % bootstrap intervals."
+    lines += _agreement_lines(results)
+    lines += ["", environment_line(results)]
+    for entry in results["not_run"]:
+        lines += ["", f"Not run: {entry['method']} ({entry['reason']})"]
+    if results["skipped"]:
+        lines += ["", f"Skipped, longer than the context: {len(results['skipped'])} prompts."]
+    return "\n".join(lines) + "\n"
+
+
+def _table(results: Mapping[str, Any], temperature: float) -> list[str]:
+    tasks = list(results["questions"])
+    cells = {
+        (c["method"], c["task"]): c
+        for c in results["summary"]
+        if c["temperature"] == temperature and c["batch"] == min(results["settings"]["batch_sizes"])
+    }
+    heads = ["method", *(TITLES.get(t, t) for t in tasks), "all", "vs HF", "tokens/s"]
+    lines = [f"T = {temperature:g}", "", _row(heads), _row(["---"] * len(heads))]
+    for method in dict.fromkeys(m for m, _ in cells):
+        whole = cells[method, "all"]
+        row = [method, *(_speed_tau(cells.get((method, task))) for task in tasks)]
+        row += [
+            _interval(whole["speedup_vs_plain"], "x"),
+            _interval(whole["speedup_vs_hf"], "x"),
+            _interval(whole["tokens_per_second"], "", 1),
+        ]
+        lines.append(_row(row))
+    return [*lines, ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _speed_tau(cell: Mapping[str, Any] | None) -> str:
+    if cell is None or cell["speedup_vs_plain"] is None:
+        return "–"
+    speed = f"{cell['speedup_vs_plain']['median']:.2f}x"
+    return f"{speed} / {cell['tau']['value']:.2f}" if "tau" in cell else speed
+
+
+def _interval(value: Mapping[str, float] | None, unit: str, digits: int = 2) -> str:
+    if value is None:
+        return "–"
+    return f"{value['median']:.{digits}f}{unit} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
+
+
+def _agreement_lines(results: Mapping[str, Any]) -> list[str]:
+    lines = ["Outputs compared with plain decoding's:", ""]
+    heads = ["T", "batch", "method", "equal outputs", "tokens before the first difference"]
+    lines += [_row(heads), _row(["---"] * len(heads))]
+    for cell in results["agreement"]:
+        equal = f"{cell['equal']} of {cell['outputs']}"
+        tokens = f"{cell['tokens_before_divergence']} of {cell['tokens']}"
+        lines.append(_row([f"{cell['temperature']:g}", str(cell["batch"]), cell["method"], equal, tokens]))
+    if results["divergences"]:
+        ties = sum(d["near_tie"] for d in results["divergences"])
+        lines += ["", f"Differing outputs of our methods at T = 0: {len(results['divergences'])}, near-ties: {ties}."]
+    return lines

@@ -1,0 +1,297 @@
+"""The run: methods take turns on every question, and every result is kept at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquiline.bench.agreement import WrongTokens, complaint, find_divergences
+from aquiline.bench.cost import cost_curve
+from aquiline.bench.environment import environment
+from aquiline.bench.measure import Case, measure
+from aquiline.bench.methods import Bed, Method, MethodSpec, check_methods, make_method
+from aquiline.bench.metrics import HF, PLAIN
+from aquiline.bench.records import Record, RunLog, record_from_json, record_json
+from aquiline.bench.report import compile_results, write_report
+from aquiline.bench.settings import BenchSettings, identity
+from aquiline.bench.tasks import Question, load_questions, task_name
+from aquiline.generate import Engine, encode_prompt
+from aquiline.loading import load
+
+logger = logging.getLogger("aquiline")
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class BenchReport:
+    """A finished run.
+
+    Attributes:
+        results: the results JSON, see `docs/results-schema.md`.
+        markdown: the table.
+        folder: where results.json, results.md and report.html lie.
+    """
+
+    results: dict[str, Any]
+    markdown: str
+    folder: Path
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Questions that are decoded together, under one temperature."""
+
+    questions: tuple[Question, ...]
+    temperature: float
+    turns: int
+
+    @property
+    def batch(self) -> int:
+        return len(self.questions)
+
+
+@dataclass(eq=False)
+class _Run:
+    settings: BenchSettings
+    bed: Bed
+    contestants: list[tuple[Method, int]]
+    log: RunLog
+    done: dict[tuple[Any, ...], Record]
+    records: list[Record] = field(default_factory=list)
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    warm: set[tuple[str, int]] = field(default_factory=set)
+
+
+def run_bench(settings: BenchSettings, bed: Bed | None = None, *, quiet: bool = False) -> BenchReport:
+    """Measures methods side by side and writes results.json, results.md and report.html.
+
+    Args:
+        settings: the run.
+        bed: a target that is loaded already; None loads the one that the settings name.
+        quiet: no progress bar.
+
+    Raises:
+        ValueError: unknown names, malformed files, missing heads, nothing to measure, or an output
+            folder that holds a run with other settings.
+        WrongTokens: a method's greedy output differs from plain decoding's beyond what rounding
+            explains; the report is written first.
+    """
+    questions = load_questions(settings.questions, settings.tasks, settings.per_task)
+    specs = check_methods([*settings.methods, *(m for m in settings.try_methods if m not in settings.methods)])
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    bed = bed or open_bed(settings)
+    methods, missing = _available(specs, bed, frozenset(settings.methods))
+    folder = Path(settings.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = RunLog(folder / "records.jsonl", identity(settings))
+    try:
+        run = _Run(settings, bed, _contestants(methods), log, _done(log))
+        _run_all(run, questions, quiet)
+        if settings.cost_curve and not log.of_kind("cost"):
+            log.append("cost", {"curve": cost_curve(bed.target)})
+        results = compile_results(
+            settings=identity(settings),
+            environment=environment(bed),
+            methods=[_method_json(method) for method in methods],
+            not_run=missing,
+            questions=questions,
+            skipped=run.skipped,
+            records=run.records,
+            divergences=run.divergences,
+            curve=log.of_kind("cost")[0]["curve"] if settings.cost_curve else [],
+        )
+    finally:
+        log.close()
+    markdown = write_report(results, folder)
+    wrong = complaint(results["divergences"], bed.target.dtype)
+    if wrong is not None:
+        raise WrongTokens(f"{wrong}; see {folder / 'report.html'}")
+    return BenchReport(results, markdown, folder)
+
+
+def open_bed(settings: BenchSettings) -> Bed:
+    """Loads what all methods share."""
+    loaded = load(settings.target, None, dtype=settings.dtype, device=settings.device)
+    engine = loaded.engine
+    if engine.tokenizer is None:
+        raise ValueError(f"{settings.target} has no tokenizer, and the questions are texts")
+    return Bed(
+        engine.target, engine.tokenizer, engine.end_ids, loaded.target_path, settings.target, dict(settings.heads)
+    )
+
+
+def _available(
+    specs: Sequence[MethodSpec], bed: Bed, demanded: frozenset[str]
+) -> tuple[list[Method], list[dict[str, str]]]:
+    """Builds the methods; those that nobody demanded may be missing."""
+    methods, missing = [], []
+    for spec in specs:
+        try:
+            methods.append(make_method(spec, bed))
+        except ValueError as error:
+            if spec.label in demanded:
+                raise
+            logger.info("not run: %s: %s", spec.label, error)
+            missing.append({"method": spec.label, "reason": str(error)})
+    return methods, missing
+
+
+def _method_json(method: Method) -> dict[str, Any]:
+    return {"label": method.label, "settings": method.settings, "head": method.head, "chain": method.chain}
+
+
+def _contestants(methods: Sequence[Method]) -> list[tuple[Method, int]]:
+    """All methods once, and plain a second time half a round away: its spread is the noise."""
+    order = [(method, 0) for method in methods]
+    order.insert(1 + len(methods) // 2, (methods[0], 1))
+    return order
+
+
+def _done(log: RunLog) -> dict[tuple[Any, ...], Record]:
+    records = [record_from_json(values) for values in log.of_kind("record")]
+    return {_key(r.case, r.method, r.repeat): r for r in records}
+
+
+def _key(case: tuple[Any, ...], method: str, repeat: int) -> tuple[Any, ...]:
+    return (*case, method, repeat)
+
+
+def _groups(questions: Sequence[Question], settings: BenchSettings) -> list[_Group]:
+    """The plan: what is decoded together, in order."""
+    groups = []
+    tasks = list(dict.fromkeys(q.task for q in questions))
+    batch_task = task_name(settings.batch_task) if settings.batch_task else tasks[0]
+    if batch_task not in tasks:
+        raise ValueError(f"batch task {settings.batch_task!r} is not among the tasks; there are: {', '.join(tasks)}")
+    for temperature in settings.temperatures:
+        for size in settings.batch_sizes:
+            if size == 1:
+                groups += [_Group((q,), temperature, len(q.turns)) for q in questions]
+                continue
+            mine = [q for q in questions if q.task == batch_task]
+            # The last group is filled up from the first questions, so that all are of one size.
+            for start in range(0, len(mine), size):
+                chosen = tuple(mine[i % len(mine)] for i in range(start, start + size))
+                groups.append(_Group(chosen, temperature, 1))
+    return groups
+
+
+def _run_all(run: _Run, questions: Sequence[Question], quiet: bool) -> None:
+    groups = _groups(questions, run.settings)
+    with _progress(len(groups) * len(run.contestants), quiet) as advance:
+        for number, group in enumerate(groups):
+            _run_group(run, group, number)
+            advance(len(run.contestants))
+
+
+def _run_group(run: _Run, group: _Group, number: int) -> None:
+    answers: list[list[str]] = [[] for _ in group.questions]
+    for turn in range(group.turns):
+        case = _case(run, group, turn, answers)
+        if case is None:
+            return
+        # Rotated, so that no method always runs first or after the same one.
+        shift = (number + turn) % len(run.contestants)
+        for method, repeat in run.contestants[shift:] + run.contestants[:shift]:
+            _run_one(run, method, case, repeat)
+        plain = _collect(run, case)
+        decode = run.bed.tokenizer.decode
+        for row, output in zip(answers, plain.outputs, strict=True):
+            row.append(decode(output, skip_special_tokens=True).strip())
+
+
+def _collect(run: _Run, case: Case) -> Record:
+    """Puts the case's records in the order of the methods, checks them, returns plain decoding's."""
+    records = [run.done[_key(_case_key(case), method.label, repeat)] for method, repeat in run.contestants]
+    run.records += records
+    plain = run.done[_key(_case_key(case), PLAIN, 0)]
+    if case.temperature == 0:
+        for record in records:
+            # Transformers has kernels of its own: its agreement is reported, and no one's fault.
+            if record.method != HF:
+                run.divergences += find_divergences(run.bed.target, record, plain, case.prompts)
+    return plain
+
+
+def _case(run: _Run, group: _Group, turn: int, answers: Sequence[Sequence[str]]) -> Case | None:
+    """The prompts of a turn, which hold plain decoding's answers so far; None if one does not fit."""
+    engine = Engine(run.bed.target, None, run.bed.tokenizer, run.bed.end_ids)
+    prompts = [
+        tuple(_encode(engine, question.turns[: turn + 1], given))
+        for question, given in zip(group.questions, answers, strict=True)
+    ]
+    context = run.bed.target.shape.max_positions
+    fits = True
+    for question, prompt in zip(group.questions, prompts, strict=True):
+        if len(prompt) + run.settings.max_new_tokens > context:
+            fits = False
+            entry = {"task": question.task, "question": question.id, "turn": turn, "prompt_tokens": len(prompt)}
+            if entry not in run.skipped:
+                run.skipped.append(entry)
+    if not fits:
+        return None
+    ids = tuple(question.id for question in group.questions)
+    return Case(
+        group.questions[0].task, ids, turn, tuple(prompts), group.temperature, run.settings.max_new_tokens,
+        run.settings.seed,
+    )  # fmt: skip
+
+
+def _encode(engine: Engine, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    if not getattr(engine.tokenizer, "chat_template", None):
+        parts = [text for pair in zip(turns, answers, strict=False) for text in pair]
+        return encode_prompt(engine, "\n\n".join([*parts, turns[-1]]), raw=True)
+    messages = [{"role": "user", "content": turns[0]}]
+    for answer, turn in zip(answers, turns[1:], strict=True):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return encode_prompt(engine, messages)
+
+
+def _case_key(case: Case) -> tuple[Any, ...]:
+    return case.task, "+".join(case.questions), case.turn, case.temperature, len(case.prompts)
+
+
+def _run_one(run: _Run, method: Method, case: Case, repeat: int) -> None:
+    key = _key(_case_key(case), method.label, repeat)
+    if key in run.done:
+        return
+    if (method.label, len(case.prompts)) not in run.warm:
+        run.warm.add((method.label, len(case.prompts)))
+        measure(run.bed, method, replace(case, max_new_tokens=min(WARM_UP_TOKENS, case.max_new_tokens)))
+    record = measure(run.bed, method, case, repeat)
+    run.done[key] = record
+    run.log.append("record", record_json(record))
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error."""
+    if quiet:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("measuring", total=total)
+        yield lambda count: bar.advance(task, count)
