@@ -19,7 +19,7 @@ class Placement:
         rows: the B row slots; a slice where they are contiguous, so that reads are views.
         starts: slot of the first new token of each row, its committed length plus `offset`.
         width: T.
-        span: slots that the attention reads, max(starts) + T.
+        span: slots that the attention reads, at least max(starts) + T.
         offset: uncommitted slots before the new tokens (levels of a draft tree fed earlier).
     """
 
@@ -30,14 +30,21 @@ class Placement:
     offset: int = 0
 
 
-def place(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0) -> Placement:
+def place(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0, bucket: int = 1) -> Placement:
     """Reserves room for `width` more tokens in `rows` and says where they go.
+
+    Args:
+        cache: the cache.
+        rows: row slots.
+        width: T.
+        offset: uncommitted slots in use before them.
+        bucket: the span is rounded up to a multiple of this; the slots beyond are masked.
 
     Mutates: the capacity of `cache` where it is too small.
     """
     lengths = cache.lengths.tolist()
     starts = tuple(lengths[row] + offset for row in rows)
-    span = max(starts) + width
+    span = -(-(max(starts) + width) // bucket) * bucket
     cache.reserve(span)
     first = rows[0]
     contiguous = all(row == first + i for i, row in enumerate(rows))
@@ -93,7 +100,8 @@ def attention_mask(
     """
     starts, width, span, offset = placement.starts, placement.width, placement.span, placement.offset
     same = all(start == starts[0] for start in starts)
-    if ancestors is None and width == 1 and same and (window is None or span <= window):
+    exact = same and span == starts[0] + width
+    if ancestors is None and width == 1 and exact and (window is None or span <= window):
         return None
     device = positions.device
     tail = offset + width

@@ -96,10 +96,21 @@ class PackedDecoder:
         features: Sequence[Feature] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        """See `Target.forward`."""
+        """See `Target.forward`.
+
+        A row's bits do not depend on how many others are forwarded with it, as long as its slot is
+        its position: a chain gives exactly what its tokens give one by one, in bfloat16 too.
+        """
         config, sizes = self.config, self._sizes
         check_features(features, config.num_layers)
-        frame = open_frame(positions, ancestors, cache, rows, self._rotary, sizes, config.windows)
+        if tokens.numel() == 1:
+            # One row alone would take a matrix-vector kernel, which rounds differently.
+            alone = self.forward(
+                tokens.expand(1, 2), torch.cat((positions, positions + 1), 1), None, cache, rows, features, logits_at
+            )
+            first = alone.logits[:, :1] if logits_at is None else alone.logits
+            return TargetOutput(first, None if alone.features is None else alone.features[:, :1])
+        frame = open_frame(positions, ancestors, cache, rows, self._rotary, sizes, config.windows, exact=True)
         batch, width = tokens.shape
         hidden = nn.functional.embedding(tokens.reshape(-1, 1), self._embedding)
         wanted = sorted({f for f in features if isinstance(f, int) and f < config.num_layers})

@@ -30,9 +30,9 @@ class Frame(NamedTuple):
         sin: as `cos`, negative in its first half and zero beyond the rotated channels: a rotation
             is then x · cos + swapped(x) · sin.
         half: half of the rotated channels.
-        masks: per layer (B, 1, T·group, span) additive, or None.
+        masks: per layer (B, 1, R·group, span) additive, or None.
         into: (B, T, kv_heads, group, dim) view of the buffer that rotated queries go to.
-        queries: (B, kv_heads, T·group, dim) view of the same buffer.
+        queries: (B, kv_heads, R·group, dim) view of the same buffer; R ≥ T, see `exact_rows`.
         key_slots: per layer (B, T, kv_heads, dim), the slots that new keys go to; where rows
             differ in length (rows, capacity, kv_heads, dim) with `rows` and `slots`.
         value_slots: as `key_slots`.
@@ -126,21 +126,38 @@ def rotate_and_store(both: Tensor, frame: Frame, layer: int, rotated: bool) -> N
         store(keys, new, frame.rows, frame.slots)
 
 
+def flash(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention by PyTorch's own CPU kernel: (b, kv_heads, R, dim) → the same."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+        queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )[0]
+
+
+def products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As `flash`, by two batched matrix products with the keys on the left.
+
+    For many rows of few queries each: the kernel behind `flash` sets a matrix product up for every
+    key head of every row, which then costs more than the product.
+    """
+    scores = torch.matmul(keys, (queries * scale).transpose(2, 3)).transpose(2, 3).contiguous()
+    if mask is not None:
+        scores.add_(mask)
+    return torch.matmul(torch.softmax(scores, -1), values)
+
+
 def attend(frame: Frame, layer: int, scale: float) -> Tensor:
     """Attention of the queries in the frame's buffer: (M, 1, group · kv_heads · dim)."""
     mask = frame.masks[layer]
     parts: list[Tensor] = []
     for run in range(len(frame.begins)):
         begin, end = frame.begins[run], frame.ends[run]
-        part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            frame.queries[begin:end],
-            frame.keys[run][layer],
-            frame.values[run][layer],
-            0.0,
-            False,
-            attn_mask=None if mask is None else mask[begin:end],
-            scale=scale,
-        )[0]
+        queries = frame.queries[begin:end]
+        keys, values = frame.keys[run][layer], frame.values[run][layer]
+        seen = None if mask is None else mask[begin:end]
+        if end - begin >= 8 and queries.shape[2] <= 16:
+            part = products(queries, keys, values, seen, scale)
+        else:
+            part = flash(queries, keys, values, seen, scale)
         parts.append(part.transpose(1, 2))
     mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
     return mixed.reshape(frame.into.shape[0] * frame.into.shape[1], 1, -1)
@@ -224,6 +241,23 @@ def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     return call, True
 
 
+KEY_BLOCK = 512
+"""Keys that the attention kernel takes at once. With spans in whole blocks every product has the
+same shape, whatever the length, so that its sums run in the same order."""
+
+
+def exact_rows(width: int, group: int) -> int:
+    """Number of nodes that the attention must be given for `width` nodes to come out exact.
+
+    The attention kernel cuts the T·group query rows of a key head into blocks of 32; a block of
+    fewer than four rows takes another kernel, with other rounding. Dummy nodes fill it up. Found
+    by comparing bits over lengths and widths (`benchmarks/exactness.py`); a test holds it.
+    """
+    while 0 < width * group % 32 < 4:
+        width += 1
+    return width
+
+
 def open_frame(
     positions: Tensor,
     ancestors: Tensor | None,
@@ -233,6 +267,7 @@ def open_frame(
     sizes: Sizes,
     windows: Sequence[int | None],
     offset: int = 0,
+    exact: bool = False,
 ) -> Frame:
     """Reserves the cache and prepares what all layers of one forward share.
 
@@ -245,20 +280,23 @@ def open_frame(
         sizes: of the layers.
         windows: per layer, the sliding window or None.
         offset: uncommitted slots in use before the T new ones.
+        exact: a row's bits must not depend on what else is forwarded, see `exact_rows`.
 
     Mutates: the capacity of `cache` where it is too small.
     """
     batch, width = positions.shape
-    placement = place(cache, rows, width, offset)
+    placement = place(cache, rows, width, offset, KEY_BLOCK if exact else 1)
+    padded = exact_rows(width, sizes.group) if exact else width
     starts, span = placement.starts, placement.span
     half, cos, sin = _angles(positions, rotary, span, sizes.dim)
     masks = {}
     for window in set(windows):
         mask = attention_mask(placement, positions, ancestors, window, rotary.dtype)
-        if mask is not None and width > 1:
-            mask = mask.repeat_interleave(sizes.group, dim=1)
+        if mask is not None and padded > 1:
+            mask = torch.nn.functional.pad(mask, (0, 0, 0, padded - width)).repeat_interleave(sizes.group, dim=1)
         masks[window] = None if mask is None else mask[:, None]
-    buffer = cos.new_empty(batch, width, sizes.group, sizes.kv_heads, sizes.dim)
+    make = cos.new_zeros if padded > width else cos.new_empty
+    buffer = make(batch, padded, sizes.group, sizes.kv_heads, sizes.dim)
     keys, values = cache.key_block.transpose(2, 3), cache.value_block.transpose(2, 3)
     row_index = slots = None
     if isinstance(placement.rows, slice) and min(starts) == max(starts):
@@ -274,7 +312,7 @@ def open_frame(
         sin=sin,
         half=half,
         masks=[masks[window] for window in windows],
-        into=buffer.transpose(2, 3),
+        into=buffer[:, :width].transpose(2, 3),
         queries=buffer.flatten(1, 2).transpose(1, 2),
         key_slots=list(keys.unbind(0)),
         value_slots=list(values.unbind(0)),
