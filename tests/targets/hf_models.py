@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -110,9 +109,3 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tr
             else:
                 parameter.uniform_(0.5, 1.5)
     return model
-
-
-@lru_cache(maxsize=None)
-def model(family: str) -> transformers.PreTrainedModel:
-    """`build`, once."""
-    return build(family)

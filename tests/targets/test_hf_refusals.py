@@ -128,7 +128,7 @@ def test_the_probe_catches_an_unknown_head() -> None:
 def test_a_model_that_fails_in_the_probe_is_refused_with_its_reason() -> None:
     model = hf_models.build("phi")
     model.lm_head = nn.Linear(7, 97)
-    with pytest.raises(ValueError, match="PhiForCausalLM cannot run with a cache of our own .*shapes"):
+    with pytest.raises(ValueError, match=r"PhiForCausalLM cannot run with a cache of our own .*shapes"):
         HFTarget(model)
 
 
@@ -213,7 +213,7 @@ def test_adapters_pass_through_active() -> None:
 
 
 def test_a_learned_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="Wrapper learns a prompt outside the model.*LoRA"):
+    with pytest.raises(ValueError, match=r"Wrapper learns a prompt outside the model.*LoRA"):
         target_from_hf(Wrapper(hf_models.build("phi"), prompt=True))
 
 

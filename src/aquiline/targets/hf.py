@@ -63,9 +63,9 @@ class HFTarget:
             self._measure(config, limit)
             self._confirm(model)
         except (RuntimeError, TypeError, AttributeError, LookupError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            name, reason = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"{type(self.model).__name__} cannot run with a cache of our own ({reason}); decode it with transformers"
+                f"{name} cannot run with a cache of our own ({reason}); decode it with transformers"
             ) from error
 
     @torch.no_grad()

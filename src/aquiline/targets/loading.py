@@ -76,8 +76,13 @@ def _load_with_transformers(folder: Path, dtype: torch.dtype, device: torch.devi
     from aquiline.targets.hf import HFTarget
 
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
     except (OSError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"transformers cannot load {folder} ({reason}); fetch it again") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills these with random numbers.
+        raise ValueError(f"{folder} lacks the tensors {missing[:5]} of {type(model).__name__}; fetch it again")
     return HFTarget(model.to(device).eval())
