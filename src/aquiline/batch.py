@@ -10,7 +10,7 @@ import torch
 
 from aquiline.cache import copy_prefix, truncate
 from aquiline.decode import PREFILL_CHUNK, StepResult, free, new_state, prefill_chunks, step
-from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.drafter import CopyingDrafter
 from aquiline.emission import Emission
 from aquiline.request import Engine, StreamEvent
 
@@ -143,10 +143,7 @@ class Batch:
         token after it.
         """
         best, source = 0, 0
-        can_copy = self.engine.drafter is None or hasattr(self.engine.drafter, "copy_prefix")
         for row, occupant in enumerate(self.state.rows):
-            if occupant is not None and not can_copy:
-                continue
             tokens = self._held[row] if occupant is None else occupant.tokens
             common = common_prefix(tokens, prompt) - 1
             shared = min(common, int(self.state.cache.lengths[row]))
@@ -162,9 +159,9 @@ class Batch:
 
     def _copy(self, source: int, row: int, positions: int) -> None:
         copy_prefix(self.state.cache, source, row, positions)
-        drafter: Drafter | None = self.engine.drafter
-        if drafter is not None:
-            drafter.copy_prefix(source, row, positions + 1, self.state.drafter_state)  # type: ignore[attr-defined]
+        drafter = self.engine.drafter
+        if isinstance(drafter, CopyingDrafter):
+            drafter.copy_prefix(source, row, positions + 1, self.state.drafter_state)
 
     # -- steps ------------------------------------------------------------------------------
 

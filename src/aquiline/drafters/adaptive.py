@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from aquiline import tree as trees
-from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.drafter import CopyingDrafter, Drafter
 from aquiline.tree import DraftTree
 
 
@@ -122,6 +122,11 @@ class Adaptive:
         """See `Drafter.reset`."""
         state.began = None
         self.inner.reset(row, length, state.inner)
+
+    def copy_prefix(self, source: int, target: int, length: int, state: AdaptiveState) -> None:
+        """See `CopyingDrafter.copy_prefix`."""
+        if isinstance(self.inner, CopyingDrafter):
+            self.inner.copy_prefix(source, target, length, state.inner)
 
     def _estimate(self, batch: int, speculated: bool) -> SpeedEstimate:
         return self._speeds.setdefault((batch, speculated), SpeedEstimate())

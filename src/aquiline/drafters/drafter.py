@@ -71,6 +71,19 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class CopyingDrafter(Protocol):
+    """A drafter that keeps something for every position, and gives it to rows that begin the same.
+
+    Requests with a common beginning share the target's keys and values, and the shared positions
+    are not passed to `extend` again. A drafter that reads `prefixes` needs nothing for that.
+    """
+
+    def copy_prefix(self, source: int, target: int, length: int, state: Any) -> None:
+        """Lets row `target` hold the first `length` tokens of row `source`, as after `reset`."""
+        ...
+
+
+@runtime_checkable
 class SamplingDrafter(Protocol):
     """A drafter that can also *draw* its drafts from its own distribution."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline import tree as trees
-from aquiline.cache import KVCache, commit, truncate
+from aquiline.cache import KVCache, commit, copy_prefix, truncate
 from aquiline.drafters.eagle import DraftHead, EagleNetwork, Network, forward_network, new_draft_cache
 from aquiline.drafters.packed import PackedNetwork, packed_network
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
@@ -112,6 +112,12 @@ class EagleDrafter:
             self._flush([row], state)
         state.pending[row].clear()
         truncate(state.cache, row, min(max(length - 1, 0), int(state.cache.lengths[row])))
+
+    def copy_prefix(self, source: int, target: int, length: int, state: EagleState) -> None:
+        """See `CopyingDrafter.copy_prefix`."""
+        self._flush([source], state)
+        state.pending[target].clear()
+        copy_prefix(state.cache, source, target, length - 1)
 
     def propose(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from aquiline import tree as trees
-from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.drafter import CopyingDrafter, Drafter
 from aquiline.drafters.prompt_lookup import merge
 from aquiline.tree import DraftTree
 
@@ -88,6 +88,12 @@ class Merged:
         """See `Drafter.reset`."""
         self.first.reset(row, length, state.first)
         self.second.reset(row, length, state.second)
+
+    def copy_prefix(self, source: int, target: int, length: int, state: MergedState) -> None:
+        """See `CopyingDrafter.copy_prefix`."""
+        for drafter, inner in ((self.first, state.first), (self.second, state.second)):
+            if isinstance(drafter, CopyingDrafter):
+                drafter.copy_prefix(source, target, length, inner)
 
 
 def _paths(tree: DraftTree, row: int) -> list[list[int]]:

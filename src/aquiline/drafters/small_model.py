@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aquiline import tree as trees
-from aquiline.cache import KVCache, commit, truncate
+from aquiline.cache import KVCache, commit, copy_prefix, truncate
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.tree_policy import Chain
 from aquiline.sampling import TokenChooser
@@ -153,6 +153,12 @@ class SmallModel:
         kept = int(state.cache.lengths[row]) - len(state.drafted[row])
         state.drafted[row] = []
         truncate(state.cache, row, min(kept, length))
+
+    def copy_prefix(self, source: int, target: int, length: int, state: SmallModelState) -> None:
+        """See `CopyingDrafter.copy_prefix`."""
+        fed = int(state.cache.lengths[source]) - len(state.drafted[source])
+        state.drafted[target] = []
+        copy_prefix(state.cache, source, target, min(fed, length))
 
     def _chain(
         self,
