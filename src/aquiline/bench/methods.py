@@ -157,6 +157,11 @@ def make_method(spec: MethodSpec, bed: Bed) -> Method:
     if spec.name == "prompt-lookup":
         lookup = _with_options(PromptLookup, spec)
         return Method(spec.label, lookup, _described(lookup), chain=lookup.num_branches == 1)
+    if spec.name == "lookahead":
+        from aquiline.drafters.lookahead import Lookahead
+
+        ahead = _with_options(Lookahead, spec)
+        return Method(spec.label, ahead, _described(ahead))
     head = find_head(spec.name, bed)
     drafter = _with_head(spec, bed, head)
     policy = getattr(drafter, "policy", None)
@@ -171,7 +176,8 @@ def find_head(method: str, bed: Bed) -> Path:
     """
     kind = HEAD_OF[method]
     if kind in bed.heads:
-        return Path(bed.heads[kind]).expanduser()
+        given = Path(bed.heads[kind]).expanduser()
+        return given / "head" if (given / "head").is_dir() else given  # the output folder of a training
     from aquiline.checkpoints.targets import target_fingerprint
 
     if bed.path is not None:
@@ -201,9 +207,29 @@ def _with_head(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
         drafter, _ = make_drafter(head, _policy(spec, bed) or defaults[spec.name], bed.target, bed.path)
         assert drafter is not None
         return drafter
+    if spec.name == "eagle3+lookup":
+        from aquiline.drafters.merged import Merged
+
+        first, _ = make_drafter(head, _policy(spec, bed), bed.target, bed.path)
+        assert first is not None
+        return Merged(first, PromptLookup())
     if spec.name == "small-model":
         return _small_model(spec, bed, head)
-    raise ValueError(f"method {spec.name} cannot be built")
+    return _parallel_heads(spec, bed, head)
+
+
+def _parallel_heads(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
+    from aquiline.checkpoints.final_heads import read_final_heads
+    from aquiline.drafters.hydra import Hydra
+    from aquiline.drafters.medusa import Medusa
+
+    policy = _policy(spec, bed)
+    if isinstance(policy, DynamicTree):
+        raise ValueError(f"{spec.label!r}: these heads draft static trees and chains; allowed: :static, :chain")
+    heads = read_final_heads(head, bed.target.shape, bed.target.dtype)
+    if heads.config.kind != spec.name:
+        raise ValueError(f"{head} holds {heads.config.kind} heads; method {spec.name} needs its own")
+    return (Medusa if spec.name == "medusa" else Hydra)(heads, bed.target, policy)
 
 
 def _small_model(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
@@ -243,6 +269,8 @@ def _with_options(make: Any, spec: MethodSpec) -> Any:
 
 def _described(drafter: Any) -> str:
     """Settings in words, for the report."""
+    if hasattr(drafter, "first"):
+        return f"{_described(drafter.first)} + lookup ({_described(drafter.second)})"
     policy = getattr(drafter, "policy", None)
     if isinstance(policy, StaticTree):
         return f"static tree of {len(policy.paths)} nodes"

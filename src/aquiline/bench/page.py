@@ -15,7 +15,7 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --line: #d9d9d9; --dim: #666; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #161616; --line: #3a3a3a; --dim: #a0a0a0; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
-  max-width: 1040px; padding: 0 1rem; }
+  max-width: 1240px; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin-bottom: .3rem; }
 p.dim, figcaption, dd { color: var(--dim); font-size: 13px; }
 .wide { overflow-x: auto; }

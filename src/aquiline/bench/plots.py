@@ -9,8 +9,8 @@ from html import escape
 
 # Okabe and Ito's colours, told apart by most colour-blind readers, and darker twins of them.
 COLOURS = (
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b5b00",
-    "#5e3c99", "#00504f", "#a6324a", "#7f7f7f", "#1b1b1b", "#9ccc3c",
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8f7a00",
+    "#7e5bd6", "#1fa8a0", "#a6324a", "#7f7f7f", "#8c564b", "#9ccc3c",
 )  # fmt: skip
 
 WIDTH, HEIGHT = 960, 340
