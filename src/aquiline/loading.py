@@ -12,7 +12,7 @@ import torch
 
 from aquiline.chat import ChatSession
 from aquiline.drafters.adaptive import Adaptive
-from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
@@ -173,7 +173,7 @@ def load(
         device: where the target runs.
         packed: use the fast CPU copy where the machine has its kernels.
         adaptive: fall back towards plain decoding where speculation does not pay; None does so
-            unless a tree was asked for.
+            unless a tree or a drafter of your own was given.
         lossy: an acceptance rule that CHANGES the output distribution.
         max_rows: requests that decode together.
 
@@ -197,12 +197,18 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(path)
     fast = _fast_copy(model) if packed else model
     drafter, name = make_drafter(draft, tree, fast, path, packed)
-    watched = adaptive if adaptive is not None else tree is None
-    if drafter is not None and watched and not isinstance(drafter, Adaptive):
-        drafter = Adaptive(drafter)
+    watched = adaptive if adaptive is not None else tree is None and isinstance(draft, str | Path)
+    if drafter is not None and watched:
+        drafter = _watched(drafter)
     end_ids, defaults = _generation_defaults(path, target, tokenizer)
     engine = Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows)
     return Loaded(engine, path, name, defaults)
+
+
+def _watched(drafter: Drafter) -> Drafter:
+    if isinstance(drafter, ObservingDrafter) or (isinstance(drafter, SamplingDrafter) and drafter.sampled):
+        raise ValueError(f"{type(drafter).__name__} must see every step and cannot be adaptive; leave adaptive=False")
+    return drafter if isinstance(drafter, Adaptive) else Adaptive(drafter)
 
 
 def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
