@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from aquiline.cache import commit
@@ -60,8 +60,8 @@ def _interleaved(work: dict[int, Callable[[int], None]], repeats: int, device: t
                 times[size].append(time.perf_counter() - start)
     curve = []
     for size, values in times.items():
-        tenths = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
-        curve.append({"tokens": size, "seconds": statistics.median(values), "low": tenths[0], "high": tenths[8]})
+        low, middle, high = (float(v) for v in np.percentile(values, (10, 50, 90)))
+        curve.append({"tokens": size, "seconds": middle, "low": low, "high": high})
     return curve
 
 

@@ -224,9 +224,8 @@ def _collect(run: _Run, case: Case) -> Record:
 
 def _case(run: _Run, group: _Group, turn: int, answers: Sequence[Sequence[str]]) -> Case | None:
     """The prompts of a turn, which hold plain decoding's answers so far; None if one does not fit."""
-    engine = Engine(run.bed.target, None, run.bed.tokenizer, run.bed.end_ids)
     prompts = [
-        tuple(_encode(engine, question.turns[: turn + 1], given))
+        tuple(encode_turns(run.bed, question.turns[: turn + 1], given))
         for question, given in zip(group.questions, answers, strict=True)
     ]
     context = run.bed.target.shape.max_positions
@@ -246,9 +245,17 @@ def _case(run: _Run, group: _Group, turn: int, answers: Sequence[Sequence[str]])
     )  # fmt: skip
 
 
-def _encode(engine: Engine, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+def encode_turns(bed: Bed, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    """Token ids of a conversation whose last user turn waits for its answer.
+
+    Args:
+        bed: gives the tokenizer; without a chat template, the texts are joined by blank lines.
+        turns: the user's turns.
+        answers: the answers to all but the last.
+    """
+    engine = Engine(bed.target, None, bed.tokenizer, bed.end_ids)
     if not getattr(engine.tokenizer, "chat_template", None):
-        parts = [text for pair in zip(turns, answers, strict=False) for text in pair]
+        parts = [text for pair in zip(turns[:-1], answers, strict=True) for text in pair]
         return encode_prompt(engine, "\n\n".join([*parts, turns[-1]]), raw=True)
     messages = [{"role": "user", "content": turns[0]}]
     for answer, turn in zip(answers, turns[1:], strict=True):

@@ -1,0 +1,152 @@
+"""An acceptance profile: what smaller trees would have done where a large one was verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aquiline.bench.cost import seconds_at
+from aquiline.bench.recorder import Step
+from aquiline.drafters.tree_policy import Chain, DynamicTree
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """All nodes of the recorded steps, padded to the largest tree: (steps, nodes) arrays.
+
+    Attributes:
+        score: joint draft log-probability; -inf for padding. Drafters without probabilities get
+            minus the depth, so that shallower nodes come first.
+        depth: levels below the root.
+        rank: largest rank among siblings on the path to the node.
+        accepted: the text ran through the node.
+    """
+
+    score: Floats
+    depth: Ints
+    rank: Ints
+    accepted: Bools
+
+    @property
+    def steps(self) -> int:
+        """Recorded steps."""
+        return len(self.score)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs besides the target's forward.
+
+    Attributes:
+        curve: seconds of the target's forward by number of tokens, see `cost_curve`.
+        narrow: seconds that the drafter needs for a level of one node.
+        wide: seconds for a level of `width` nodes.
+        width: of the wide level.
+        rest: seconds of accepting, committing and everything else.
+    """
+
+    curve: Sequence[dict[str, float]]
+    narrow: float
+    wide: float
+    width: int
+    rest: float
+
+    def level(self, nodes: int) -> float:
+        """Seconds of a level of `nodes` nodes, linear between the two measured ones."""
+        share = (nodes - 1) / (self.width - 1) if self.width > 1 else 0.0
+        return self.narrow + (self.wide - self.narrow) * share
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a policy is expected to do.
+
+    Attributes:
+        policy: the tree.
+        tokens_per_step: τ.
+        nodes: mean drafted nodes.
+        seconds_per_step: of the whole step.
+    """
+
+    policy: Chain | DynamicTree
+    tokens_per_step: float
+    nodes: float
+    seconds_per_step: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Expected rate of decoding."""
+        return self.tokens_per_step / self.seconds_per_step
+
+
+def make_profile(steps: Sequence[Step]) -> Profile:
+    """Turns recorded steps into arrays."""
+    width = max((int(step.tree.num_nodes[step.index]) for step in steps), default=1)
+    shape = (len(steps), max(width - 1, 1))
+    score = np.full(shape, -np.inf)
+    depth, rank = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    accepted = np.zeros(shape, dtype=np.bool_)
+    for i, step in enumerate(steps):
+        tree, row = step.tree, step.index
+        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+        count = int(tree.num_nodes[row])
+        levels, ranks, on_path = [0] * count, [0] * count, [True] + [False] * (count - 1)
+        children = [0] * count
+        for node in range(1, count):
+            parent = parents[node]
+            levels[node] = levels[parent] + 1
+            ranks[node] = max(ranks[parent], children[parent])
+            children[parent] += 1
+            at = levels[node]
+            # The last emitted token is the target's own, not a draft.
+            on_path[node] = on_path[parent] and at < len(step.emitted) and step.emitted[at - 1] == tokens[node]
+        joint = [-float(at) for at in levels] if tree.log_probs is None else tree.log_probs[row].tolist()
+        score[i, : count - 1] = joint[1:count]
+        depth[i, : count - 1], rank[i, : count - 1] = levels[1:], ranks[1:]
+        accepted[i, : count - 1] = on_path[1:]
+    return Profile(score, depth, rank, accepted)
+
+
+def predict(profile: Profile, costs: Costs, policy: Chain | DynamicTree) -> Prediction:
+    """What `policy` would have drafted of the recorded trees, and what its steps would have cost.
+
+    It sees only what the recorded trees hold: policies must not be larger than the recorded one.
+    """
+    top_k = 1 if isinstance(policy, Chain) else policy.top_k
+    limit = policy.depth if isinstance(policy, Chain) else policy.num_nodes - 1
+    floor = np.log(policy.min_prob) if policy.min_prob > 0 else -np.inf
+    fits = (profile.rank < top_k) & (profile.depth <= policy.depth) & (profile.score >= floor)
+    fits &= np.isfinite(profile.score)
+    order = np.argsort(np.where(fits, -profile.score, np.inf), axis=1, kind="stable")
+    kept = np.zeros_like(fits)
+    np.put_along_axis(kept, order[:, :limit], True, axis=1)
+    kept &= fits
+    nodes = kept.sum(axis=1)
+    levels = np.where(kept, profile.depth, 0).max(axis=1)
+    target = np.mean([seconds_at(costs.curve, 1 + count) for count in nodes.tolist()])
+    # The root's level always runs; the deepest level's children are not computed.
+    first = costs.level(1)
+    fed = np.minimum(levels, policy.depth - 1).mean()
+    seconds = float(target) + first + fed * costs.level(top_k) + costs.rest
+    return Prediction(policy, 1 + float((kept & profile.accepted).sum(axis=1).mean()), float(nodes.mean()), seconds)
+
+
+def candidates(largest: DynamicTree) -> list[Chain | DynamicTree]:
+    """Chains and dynamic trees up to the size of the recorded one."""
+    floors = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+    found: list[Chain | DynamicTree] = [
+        Chain(depth, floor) for depth in range(1, largest.depth + 1) for floor in floors
+    ]
+    for depth in range(2, largest.depth + 1):
+        for top_k in (k for k in (2, 3, 4, 6, 8) if k <= largest.top_k):
+            room = 1 + top_k + (depth - 1) * top_k**2
+            for nodes in (n for n in (4, 6, 8, 12, 16, 24, 32, 48, 64) if n <= min(largest.num_nodes, room)):
+                found += [DynamicTree(nodes, depth, top_k, floor) for floor in (0.0, 0.03, 0.1)]
+    return found
