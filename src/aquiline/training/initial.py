@@ -24,9 +24,11 @@ from aquiline.training.settings import TrainSettings
 def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSet]) -> DraftHead:
     """Makes an untrained head that begins as close to the target as its shape allows.
 
-    The decoder layer gets the weights of the target's last layer (EAGLE-3's q, k and v on the
+    EAGLE-3: the decoder layer gets the weights of the target's last layer (q, k and v on the
     feature half of their input), the LM head the target's rows, and the fusing linear passes
-    the last feature through.
+    the last feature through. EAGLE-1: it begins as the identity on the feature; its layer has no
+    first norm, and the target's weights behind normed features give a loss in the thousands
+    (`fit_fusion` then finds a better beginning from data).
 
     Args:
         settings: kind, layers, vocabulary size and seed.
@@ -56,7 +58,7 @@ def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSe
         if isinstance(network, Eagle3Network):
             _start_eagle3(network, target, vocabulary)
         else:
-            _start_eagle(network, target)
+            _start_eagle(network)
     return DraftHead(network, vocabulary)
 
 
@@ -78,13 +80,43 @@ def _start_eagle3(network: Eagle3Network, target: Decoder, vocabulary: Tensor | 
     network.lm_head.weight.copy_(rows if vocabulary is None else rows[vocabulary])
 
 
-def _start_eagle(network: EagleNetwork, target: Decoder) -> None:
+def _start_eagle(network: EagleNetwork) -> None:
     hidden = network.config.hidden_size
     if network.fc.weight.shape[1] == 2 * hidden:
         network.fc.weight.mul_(0.1)
         network.fc.weight[:, -hidden:] += torch.eye(hidden)
-    state = target.layers[-1].state_dict()
-    network.layers[0].load_state_dict({k: v for k, v in state.items() if not k.startswith("input_layernorm")})
+    layer = network.layers[0]
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+
+
+@torch.no_grad()
+def fit_fusion(network: EagleNetwork, embedded: Tensor, features: Tensor, wanted: Tensor) -> float:
+    """Sets the fusing linear to the best linear guess of the next feature.
+
+    With the layer's outputs at zero, an EAGLE-1 head then begins as the least-squares predictor
+    of f[t+1] from x[t+1] and f[t], instead of finding it by thousands of gradient steps.
+
+    Args:
+        network: an untrained EAGLE-1 network that reads token and feature.
+        embedded: (N, H) embeddings of x[t+1].
+        features: (N, H) f[t].
+        wanted: (N, H) f[t+1].
+
+    Returns:
+        Share of the variance of `wanted` that the guess explains.
+
+    Mutates: the fusing linear's weight.
+    """
+    inputs = torch.cat((embedded, features), dim=-1).double()
+    outputs = wanted.double()
+    gram = inputs.t() @ inputs
+    # A hundred-thousandth of the mean eigenvalue: unused directions stay near zero.
+    gram.diagonal().add_(1e-5 * gram.diagonal().mean())
+    solution = torch.linalg.solve(gram, inputs.t() @ outputs)
+    network.fc.weight.copy_(solution.t())
+    left = (outputs - inputs @ solution).var(0).sum()
+    return float(1 - left / outputs.var(0).sum())
 
 
 def draft_vocabulary(sets: Iterable[TrainingSet], size: int, vocab_size: int) -> Tensor:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.drafters.eagle import EagleNetwork
 from aquiline.training.features import compute_features, conversation_key
+from aquiline.training.initial import fit_fusion
 from aquiline.training.learner import Example, build_micro_batch, counts, gradients, refresh
 from aquiline.training.optim import rate_factor, set_rate
 from aquiline.training.state import Run
@@ -78,6 +80,31 @@ def optimiser_step(run: Run) -> StepReport:
     run.seen += sum(lengths)
     means = sums / torch.tensor(counted).clamp(min=1)
     return StepReport(float(sums[2, 0]), means[0].tolist(), means[1].tolist(), norm)
+
+
+def fit_start(run: Run, positions: int = 40_000) -> float:
+    """Fits an untrained EAGLE-1 head's fusing linear to the first conversations of the mixture.
+
+    Returns:
+        Share of the next feature's variance that it explains.
+    """
+    network = run.head.network
+    assert isinstance(network, EagleNetwork)
+    before = run.mixture.state()
+    chosen = run.mixture.next_batch(positions)
+    run.mixture.restore(before)
+    texts = [_text(run, source, index) for source, index in chosen]
+
+    def features(i: int) -> Tensor:
+        torch.set_num_threads(1)
+        return _example(run, *chosen[i], *texts[i]).final
+
+    finals = list(run.pool.map(features, range(len(chosen))))
+    # Row 0 is left out: the first token's states are unlike all others.
+    tokens = torch.cat([tokens[2:] for tokens, _ in texts])
+    embedded = run.target.embed(tokens)
+    now, after = torch.cat([f[1:-1] for f in finals]), torch.cat([f[2:] for f in finals])
+    return fit_fusion(network, embedded, now, after)
 
 
 def _reduce(run: Run, parameters: list[torch.nn.Parameter], sums: Tensor) -> Tensor:

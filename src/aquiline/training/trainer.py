@@ -18,7 +18,7 @@ from aquiline.training.card import write_card
 from aquiline.training.dataset import TrainingSet, open_training_set
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import Run, keep_freed_memory, restore, save, start_run
-from aquiline.training.step import StepReport, TrainingDiverged, optimiser_step, rate
+from aquiline.training.step import StepReport, TrainingDiverged, fit_start, optimiser_step, rate
 from aquiline.training.validation import Acceptance, measure_acceptance
 
 __all__ = ["TrainReport", "TrainingDiverged", "train"]
@@ -63,6 +63,9 @@ def train(settings: TrainSettings, *, resume: bool = False) -> TrainReport:
     run = start_run(settings)
     if resume and (output / "checkpoint.pt").is_file():
         restore(run, output / "checkpoint.pt")
+    elif (settings.kind, run.head.config.inputs, settings.init) == ("eagle", "feature+shifted", None):
+        share = fit_start(run)
+        print(f"the fusing linear explains {share:.0%} of the next feature's variance", flush=True)
     try:
         with _signals(run):
             acceptance = _loop(run)
