@@ -11,7 +11,11 @@ import torch
 from aquiline import generate
 from aquiline.batch import MIN_SHARED, Batch, common_prefix
 from aquiline.decode import PREFILL_CHUNK
+from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.merged import Merged
+from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.tree_policy import DynamicTree
 from aquiline.generate import Engine, Request, StreamEvent, generate_requests, stream_requests
 from aquiline.sampling import SamplingParams
@@ -164,19 +168,37 @@ def test_a_shared_system_prompt_is_computed_once(speculative: bool, rows: int) -
     assert [w for _, w in widths(made) if w > 13] == [62]
 
 
-@pytest.mark.oracle
-def test_a_shared_prompt_with_a_head() -> None:
-    """The head's own cache is copied too: the drafts are those of a head that read everything."""
+def _drafters() -> dict[str, Drafter]:
     target = tiny.decoder("llama")
-    drafter = EagleDrafter(tiny.head("eagle3"), target, DynamicTree(8, 3, 3))
-    prompt = tiny.prompts(1, longest=30)[0][:12]
+    eagle = EagleDrafter(tiny.head("eagle3"), target, DynamicTree(8, 3, 3))
+    return {
+        "eagle3": eagle,
+        "small model": SmallModel(tiny.decoder("llama-bias-tied"), target),
+        "merged": Merged(eagle, PromptLookup(min_ngram=1)),
+    }
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["eagle3", "small model", "merged"])
+def test_a_drafter_takes_part_in_a_shared_prompt(
+    name: str, monkeypatch: pytest.MonkeyPatch, batches: list[Batch]
+) -> None:
+    """The drafter's own cache is copied: all rows hold the prompt, read by one of them."""
+    drafter, copies = _drafters()[name], []
+    copy = drafter.copy_prefix  # type: ignore[attr-defined]
+    monkeypatch.setattr(drafter, "copy_prefix", lambda *args: (copies.append(args), copy(*args)))
+    made = Engine(tiny.decoder("llama"), drafter, None, ())
+    prompt = list(range(3, 15))
     params = SamplingParams(max_new_tokens=10, temperature=0.7, seed=4, n=3)
-    found = generate_requests(Engine(target, drafter, None, ()), [Request(prompt, params)])
+    found = generate_requests(made, [Request(prompt, params)])
+    assert [args[:3] for args in copies] == [(0, 1, 12), (0, 2, 12)]
+    state = batches[0].state.drafter_state
+    keys = getattr(state, "first", state).cache.key_block
+    for row in (1, 2):
+        assert keys[:, 0, :, :11].any() and torch.equal(keys[:, row, :, :11], keys[:, 0, :, :11])
     for output in found:
-        request = Request(prompt, replace(params, n=1, seed=output.seed))
-        (alone,) = generate_requests(Engine(target, drafter, None, ()), [request])
+        (alone,) = generate_requests(made, [Request(prompt, replace(params, n=1, seed=output.seed))])
         assert alone.token_ids == output.token_ids
-        assert (alone.stats.accepted, alone.stats.nodes) == (output.stats.accepted, output.stats.nodes)
 
 
 def test_short_common_beginnings_are_not_shared() -> None:

@@ -64,17 +64,19 @@ class Batch:
         """Queues a request."""
         self._waiting.append(emission)
 
-    def advance(self) -> list[StreamEvent]:
-        """One unit of work: up to one chunk of prompts, then one step of the running rows.
+    def advance(self) -> Iterator[StreamEvent]:
+        """Up to one chunk of prompts, then one step of the running rows; yields in between.
 
-        If it raises, the slots are emptied, and the batch can be used again.
+        If either raises, the slots are emptied, and the batch can be used again.
         """
-        try:
-            with self.engine.lock, torch.inference_mode():
-                return self._prefill_some() + self._step()
-        except BaseException:
-            self.clear()
-            raise
+        for unit in (self._prefill_some, self._step):
+            try:
+                with self.engine.lock, torch.inference_mode():
+                    events = unit()
+            except BaseException:
+                self.clear()
+                raise
+            yield from events
 
     def clear(self) -> None:
         """Drops all requests and what the slots hold."""

@@ -20,7 +20,7 @@ class Engine:
     """A target, its drafter and tokenizer: all that requests share. Holds no request's state.
 
     Any number of streams may run on one engine, interleaved or from several threads: each has
-    its own cache, and the lock is held for one unit of work at a time (a piece of a prefill and
+    its own cache, and the lock is held for one unit of work at a time (a piece of a prefill or
     a step). One stream belongs to one thread at a time, like any generator.
 
     Attributes:
