@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aquiline.decode import Row
 from aquiline.logprobs import token_logprobs
-from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, sample_seed
+from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, own_processors, sample_seed
 from aquiline.sampling import TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.stops import StopScanner
@@ -44,7 +44,7 @@ class Emission:
         self._top_logprobs: list[dict[int, float]] = []
         self.row = Row(
             tokens=prompt,
-            chooser=TokenChooser(params, self.seed, len(prompt), tuple(self._ends)),
+            chooser=TokenChooser(own_processors(params, len(prompt)), self.seed, len(prompt), tuple(self._ends)),
             stats=GenerationStats(prompt_tokens=len(prompt)),
         )
         self.finish_reason: str | None = None if self._budget else "length"

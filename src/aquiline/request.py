@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 from aquiline.drafters.drafter import Drafter
-from aquiline.sampling import SamplingParams
+from aquiline.sampling import LogitsProcessor, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule
@@ -107,6 +107,26 @@ class StreamEvent:
     finish_reason: str | None = None
     output: GenerationOutput | None = None
     sample: int = 0
+
+
+@runtime_checkable
+class RequestProcessor(Protocol):
+    """In `SamplingParams.logits_processors`, something that makes a processor for each output.
+
+    For processors with a state of their own, such as a grammar.
+    """
+
+    def for_request(self, prompt_length: int) -> LogitsProcessor:
+        """The processor of one output whose prompt has `prompt_length` tokens."""
+        ...
+
+
+def own_processors(params: SamplingParams, prompt_length: int) -> SamplingParams:
+    """`params` with a processor made for this output in place of each `RequestProcessor`."""
+    if not any(isinstance(processor, RequestProcessor) for processor in params.logits_processors):
+        return params
+    made = (p.for_request(prompt_length) if isinstance(p, RequestProcessor) else p for p in params.logits_processors)
+    return replace(params, logits_processors=tuple(made))
 
 
 def check(engine: Engine, request: Request) -> None:
