@@ -1,0 +1,215 @@
+"""The papers' findings, reproduced small: equal data for every head, the ordering and its spread."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquiline.bench.environment import environment
+from aquiline.bench.findings import BATCH_METHOD, COMPARISONS, HEADS, HeadSpec, compare, render_findings
+from aquiline.bench.measure import Case, measure
+from aquiline.bench.methods import Bed, Method, make_method, parse_method
+from aquiline.bench.positions import position_profile
+from aquiline.bench.recorder import JudgedNode, judged_nodes, recorded
+from aquiline.bench.runner import encode_turns, open_bed, run_bench
+from aquiline.bench.settings import BenchSettings
+from aquiline.bench.tasks import load_questions
+
+logger = logging.getLogger("aquiline")
+
+SCHEMA = 1
+
+TrainHead = Callable[[Mapping[str, Any], Path], None]
+"""Trains a head: (fields of `TrainSettings`, output folder); resumes what lies there, and leaves
+the head in the folder's ``head``. Given by the caller, because measuring does not import training."""
+
+
+@dataclass(frozen=True)
+class AblationSettings:
+    """A run of all ablations.
+
+    Attributes:
+        target: alias, folder, GGUF file or hub id.
+        data: training sets made by `prepare`; all heads see the same positions of them.
+        positions: positions that each head is trained on.
+        seeds: each is one training of every head.
+        training: further fields of `TrainSettings` for every head.
+        questions: folders or files of questions; empty: the embedded set.
+        tasks: tasks to measure on.
+        per_task: questions of each.
+        max_new_tokens: budget of an answer.
+        batch_sizes: for the speedup by batch size.
+        heads: names of the heads to train and measure; empty: all of `findings.HEADS`.
+        output: folder; a run that was cut off there is resumed.
+        dtype: of the weights; None: what is fast here.
+        device: where the target runs.
+        threads: CPU threads; None: PyTorch's choice.
+    """
+
+    target: str = "smollm2"
+    data: tuple[str, ...] = ()
+    positions: int = 300_000
+    seeds: tuple[int, ...] = (0, 1, 2)
+    training: tuple[tuple[str, Any], ...] = ()
+    questions: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ("mt_bench",)
+    per_task: int = 10
+    max_new_tokens: int = 128
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    heads: tuple[str, ...] = ()
+    output: str = "ablations"
+    dtype: str | None = None
+    device: str = "cpu"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        known = [spec.name for spec in HEADS]
+        for name in self.heads:
+            if name not in known:
+                raise ValueError(f"unknown head {name!r}; there are: {', '.join(known)}")
+        if not self.seeds:
+            raise ValueError("seeds are empty; allowed: at least one integer")
+        if not self.data:
+            raise ValueError("no training data given; make a set with `aquiline prepare`")
+
+
+@dataclass(frozen=True, eq=False)
+class AblationReport:
+    """Finished ablations.
+
+    Attributes:
+        results: what ablations.json holds.
+        markdown: the findings as tables.
+        folder: where both lie.
+    """
+
+    results: dict[str, Any]
+    markdown: str
+    folder: Path
+
+
+def run_ablations(
+    settings: AblationSettings, train: TrainHead, bed: Bed | None = None, *, quiet: bool = False
+) -> AblationReport:
+    """Trains the heads that are not there yet, measures each, and compares them.
+
+    Every step leaves its result in the output folder and is not done twice.
+
+    Args:
+        settings: the run.
+        train: trains one head.
+        bed: a target that is loaded already; None loads the one that the settings name.
+        quiet: no progress bars.
+
+    Raises:
+        ValueError: bad settings, or what `run_bench` and `train` raise.
+        WrongTokens: see `run_bench`.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    folder = Path(settings.output)
+    bench = BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device)
+    bed = bed or open_bed(bench)
+    specs = [spec for spec in HEADS if not settings.heads or spec.name in settings.heads]
+    runs: dict[str, list[dict[str, Any]]] = {spec.name: [] for spec in specs}
+    for seed in settings.seeds:
+        for spec in specs:
+            head = _trained(settings, spec, seed, folder, bed, train)
+            runs[spec.name].append(_measured(settings, spec, seed, folder, bed, head, quiet))
+    results = {
+        "schema": SCHEMA,
+        "settings": asdict(settings),
+        "environment": environment(bed),
+        "heads": {spec.name: dict(spec.training(bed.target.shape.num_layers)) for spec in specs},
+        "runs": runs,
+        "comparisons": [compare(c, runs) for c in COMPARISONS if c.better[0] in runs and c.worse[0] in runs],
+        "positions": _positions(settings, folder, bed) if "eagle" in runs else None,
+    }
+    markdown = render_findings(results)
+    _write(folder / "ablations.json", json.dumps(results, ensure_ascii=False, indent=1))
+    _write(folder / "ablations.md", markdown)
+    return AblationReport(results, markdown, folder)
+
+
+def _head_folder(folder: Path, spec: str, seed: int) -> Path:
+    return folder / "heads" / f"{spec}-seed{seed}"
+
+
+def _trained(settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path, bed: Bed, train: TrainHead) -> Path:
+    """The head's folder, trained unless it was; a mark says that the training came to its end."""
+    output = _head_folder(folder, spec.name, seed)
+    mark = output / "trained"
+    if not mark.is_file():
+        output.mkdir(parents=True, exist_ok=True)
+        fields = {
+            "data": settings.data, "total_positions": settings.positions, "seed": seed,
+            **spec.training(bed.target.shape.num_layers), **dict(settings.training),
+        }  # fmt: skip
+        logger.info("training %s, seed %d", spec.name, seed)
+        train(fields, output)
+        if not (output / "head").is_dir():
+            raise ValueError(f"the training of {spec.name} left no head in {output / 'head'}")
+        mark.write_text("")
+    return output / "head"
+
+
+def _measured(
+    settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path, bed: Bed, head: Path, quiet: bool
+) -> dict[str, Any]:
+    """τ, n-α and the rest of the head's methods, as cells over all tasks."""
+    first = seed == settings.seeds[0]
+    chosen = BenchSettings(
+        target=settings.target,
+        methods=spec.methods,
+        try_methods=(),
+        questions=settings.questions,
+        tasks=settings.tasks,
+        per_task=settings.per_task,
+        max_new_tokens=settings.max_new_tokens,
+        batch_sizes=settings.batch_sizes if first and BATCH_METHOD in spec.methods else (1,),
+        heads=((spec.kind, str(head)),),
+        dtype=settings.dtype,
+        device=settings.device,
+        cost_curve=False,
+        output=str(folder / "runs" / f"{spec.name}-seed{seed}"),
+    )
+    own = Bed(bed.target, bed.tokenizer, bed.end_ids, bed.path, bed.name, {spec.kind: str(head)})
+    results = run_bench(chosen, own, quiet=quiet).results
+    cells = [cell for cell in results["summary"] if cell["task"] == "all" and cell["method"] != "plain"]
+    return {"seed": seed, "cells": cells, "agreement": results["agreement"]}
+
+
+def _positions(settings: AblationSettings, folder: Path, bed: Bed) -> dict[str, Any]:
+    """Acceptance by position in the static tree against acceptance by confidence, over all seeds."""
+    file = folder / "positions.json"
+    if not file.is_file():
+        questions = load_questions(settings.questions, settings.tasks, settings.per_task)
+        nodes: list[JudgedNode] = []
+        for seed in settings.seeds:
+            head = _head_folder(folder, "eagle", seed) / "head"
+            own = Bed(bed.target, bed.tokenizer, bed.end_ids, bed.path, bed.name, {"eagle": str(head)})
+            drafter = make_method(parse_method("eagle:static"), own).drafter
+            assert drafter is not None
+            for question in questions:
+                prompt = tuple(encode_turns(bed, question.turns[:1], ()))
+                if len(prompt) + settings.max_new_tokens > bed.target.shape.max_positions:
+                    continue
+                watched = recorded(drafter)
+                case = Case(question.task, (question.id,), 0, (prompt,), 0.0, settings.max_new_tokens)
+                measure(own, Method("eagle:static", watched, ""), case)
+                nodes += judged_nodes(watched.steps)
+        _write(file, json.dumps(position_profile(nodes)))
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

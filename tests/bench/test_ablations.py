@@ -1,0 +1,132 @@
+"""The ablations' machinery on random heads, and its arithmetic on made-up numbers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aquiline.bench.ablations import AblationSettings, run_ablations
+from aquiline.bench.findings import COMPARISONS, EQUAL_DYNAMIC, HEADS, compare
+from aquiline.bench.methods import Bed, parse_method
+from aquiline.bench.positions import explained, position_profile
+from aquiline.bench.recorder import JudgedNode
+from aquiline.checkpoints.safeailab import write_head
+from aquiline.drafters.tree_policy import EAGLE1_PATHS
+from tests import tiny
+from tests.tiny_tokenizers import byte_level
+
+
+class Trainer:
+    """Writes random heads, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Mapping[str, Any]]] = []
+
+    def __call__(self, fields: Mapping[str, Any], output: Path) -> None:
+        self.asked.append((output.name, dict(fields)))
+        head = tiny.head(fields["kind"], seed=fields["seed"], dtype=torch.float32)
+        write_head(output / "head", head, torch.float32)
+
+
+@pytest.fixture(scope="module", name="bed")
+def _bed() -> Bed:
+    return Bed(tiny.decoder("llama", torch.float32), byte_level(), (), None, "tiny", {})
+
+
+def settings(folder: Path, **changes: Any) -> AblationSettings:
+    (folder / "mine.txt").write_text("abc abc\nbad cab\n")
+    given: dict[str, Any] = {
+        "data": ("set",),
+        "positions": 5,
+        "seeds": (3, 4),
+        "training": (("lr", 0.5),),
+        "questions": (str(folder / "mine.txt"),),
+        "tasks": (),
+        "max_new_tokens": 12,
+        "batch_sizes": (1, 2),
+        "heads": ("eagle", "eagle3"),
+        "output": str(folder / "out"),
+    }
+    return AblationSettings(**(given | changes))
+
+
+def test_heads_are_trained_once_measured_and_compared(tmp_path: Path, bed: Bed) -> None:
+    trainer = Trainer()
+    report = run_ablations(settings(tmp_path), trainer, bed, quiet=True)
+    assert [name for name, _ in trainer.asked] == ["eagle-seed3", "eagle3-seed3", "eagle-seed4", "eagle3-seed4"]
+    assert trainer.asked[0][1] == {
+        "kind": "eagle", "inputs": "feature+shifted", "data": ("set",), "total_positions": 5, "seed": 3, "lr": 0.5,
+    }  # fmt: skip
+    results = json.loads((tmp_path / "out" / "ablations.json").read_text())
+    assert {c["name"] for c in results["comparisons"]} == {
+        "tree-chain", "dynamic-static", "eagle3-eagle2", "eagle3-eagle1-chain",
+    }  # fmt: skip
+    for finding in results["comparisons"]:
+        for side in (finding["better"], finding["worse"]):
+            cells = [
+                next(c for c in run["cells"] if c["method"] == side["method"] and c["batch"] == 1)
+                for run in results["runs"][side["head"]]
+            ]
+            assert side["tau"] == [cell["tau"]["value"] for cell in cells] and len(side["tau"]) == 2
+    assert {c["batch"] for run in results["runs"]["eagle3"][:1] for c in run["cells"]} == {1, 2}
+    assert results["positions"]["positions"]["0"][0] > 10
+    assert report.markdown == (tmp_path / "out" / "ablations.md").read_text()
+    again = Trainer()
+    second = run_ablations(settings(tmp_path), again, bed, quiet=True)
+    assert again.asked == []
+    assert second.results["comparisons"] == json.loads(json.dumps(report.results["comparisons"]))
+
+
+def test_a_comparison_worked_out_by_hand() -> None:
+    def run(method: str, tau: float) -> dict[str, Any]:
+        cell = {"method": method, "batch": 1, "tau": {"value": tau}, "speedup_vs_plain": {"median": tau / 2}}
+        return {"cells": [cell, cell | {"batch": 4, "tau": {"value": 99.0}}]}
+
+    chain = next(c for c in COMPARISONS if c.name == "fused-features")
+    method = chain.better[1]
+    runs = {
+        "eagle3": [run(method, 2.0), run(method, 2.4)],
+        "eagle3-top-feature": [run(method, 1.5), run(method, 2.1)],
+    }
+    found = compare(chain, runs)
+    assert found["better"]["tau"] == [2.0, 2.4] and found["worse"]["speedup"] == [0.75, 1.05]
+    assert found["holds"] and not found["separated"]
+    assert compare(chain, runs | {"eagle3-top-feature": [run(method, 1.5)]})["separated"]
+    assert not compare(chain, runs | {"eagle3-top-feature": [run(method, 2.3)]})["holds"]
+
+
+def test_every_comparison_has_its_heads_and_methods() -> None:
+    methods = {spec.name: spec.methods for spec in HEADS}
+    for comparison in COMPARISONS:
+        for head, method in (comparison.better, comparison.worse):
+            assert method in methods[head]
+            parse_method(method)
+    assert dict(parse_method(f"eagle:{EQUAL_DYNAMIC}").options)["num_nodes"] == len(EAGLE1_PATHS) + 1
+    top = next(spec for spec in HEADS if spec.name == "eagle3-top-feature")
+    assert top.training(30)["layers"] == (30,)
+
+
+def test_what_position_and_confidence_explain() -> None:
+    assert explained([("a", True), ("a", True), ("b", False), ("b", False)]) == 1
+    assert explained([("a", True), ("a", False), ("b", True), ("b", False)]) == 0
+    assert explained([("a", True)]) == 0
+    # At one place, acceptance follows the confidence alone.
+    nodes = [JudgedNode(1, (0,), 0.9, True)] * 20 + [JudgedNode(1, (0,), 0.1, False)] * 20
+    profile = position_profile([*nodes, JudgedNode(1, (1,), None, True)])
+    assert profile["positions"] == {"0": [40, 20]}
+    assert profile["within"] == {"0": [0.0, 1.0]}
+    assert profile["explained"] == {"position": 0, "confidence": 1, "both": 1}
+
+
+def test_bad_settings(tmp_path: Path, bed: Bed) -> None:
+    with pytest.raises(ValueError, match="unknown head 'eagle9'; there are: eagle, eagle-unshifted"):
+        settings(tmp_path, heads=("eagle9",))
+    with pytest.raises(ValueError, match="seeds are empty"):
+        settings(tmp_path, seeds=())
+    with pytest.raises(ValueError, match="no training data given"):
+        settings(tmp_path, data=())
+    with pytest.raises(ValueError, match="left no head"):
+        run_ablations(settings(tmp_path, heads=("eagle",)), lambda fields, output: None, bed, quiet=True)
