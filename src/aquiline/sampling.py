@@ -130,7 +130,7 @@ def processed_logits(
         scores[seen] = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
     output = prefix[prompt_length:]
     if (params.presence_penalty or params.frequency_penalty) and output:
-        ids, counts = torch.tensor(output, device=scores.device).unique(return_counts=True)
+        ids, counts = torch.unique(torch.tensor(output, device=scores.device), return_counts=True)
         scores[ids] -= params.presence_penalty + params.frequency_penalty * counts
     for token, bias in params.logit_bias.items():
         scores[token] += bias

@@ -71,17 +71,20 @@ def accept(
     for row, chooser in enumerate(choosers):
         if chooser.params.plain_greedy:
             assert greedy is not None
-            best = greedy[row]
-
-            def choose(node: int, _taken: list[int], best: list[int] = best) -> int:
-                return best[node]
-
+            choose = _known_choice(greedy[row])
         else:
             choose = _lazy_choice(chooser, logits[row], prefixes[row])
         path, token = _walk(children[row], choose)
         paths.append(path)
         next_tokens.append(token)
     return pack(paths, next_tokens, logits.device)
+
+
+def _known_choice(best: Sequence[int]) -> Callable[[int, list[int]], int]:
+    def choose(node: int, taken: list[int]) -> int:
+        return best[node]
+
+    return choose
 
 
 def _lazy_choice(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Callable[[int, list[int]], int]:
@@ -101,7 +104,8 @@ def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
 
 
 def _walk(children: dict[tuple[int, int], int], choose: Callable[[int, list[int]], int]) -> tuple[list[int], int]:
-    path, taken, node = [0], [], 0
+    path, node = [0], 0
+    taken: list[int] = []
     while True:
         token = choose(node, taken)
         child = children.get((node, token))

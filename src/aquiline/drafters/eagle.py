@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from aquiline.cache import KVCache, new_cache
 from aquiline.targets.attention import attend, attention_mask, place, read, write
-from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm
+from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm, decoder_layers
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Feature
 
@@ -118,17 +118,15 @@ class EagleNetwork(nn.Module):
 
     def attention(self, layer: int) -> Attention:
         """Projections of one layer."""
-        attention: Attention = self.layers[layer].self_attn
-        return attention
+        return decoder_layers(self.layers)[layer].self_attn
 
     def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (what q, k and v read, the residual) of one layer."""
-        return self.layers[layer].input_layernorm(stream), stream
+        return decoder_layers(self.layers)[layer].input_layernorm(stream), stream
 
     def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
         """Output projection, MLP and residuals of one layer."""
-        result: Tensor = self.layers[layer].finish(residual, mixed)
-        return result
+        return decoder_layers(self.layers)[layer].finish(residual, mixed)
 
     def feedback(self, stream: Tensor) -> Tensor:
         """What takes the place of the feature in the next draft step."""
@@ -181,13 +179,12 @@ class Eagle3Network(nn.Module):
 
     def attention(self, layer: int) -> Attention:
         """Projections of one layer."""
-        attention: Attention = self.midlayer.self_attn if layer == 0 else self.layers[layer - 1].self_attn
-        return attention
+        return self.midlayer.self_attn if layer == 0 else decoder_layers(self.layers)[layer - 1].self_attn
 
     def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (what q, k and v read, the residual) of one layer."""
         if layer > 0:
-            return self.layers[layer - 1].input_layernorm(stream), stream
+            return decoder_layers(self.layers)[layer - 1].input_layernorm(stream), stream
         normed = self.midlayer.hidden_norm(stream)
         joined = torch.cat((self.midlayer.input_layernorm(embedded), normed), dim=-1)
         return joined, normed if self.config.norm_before_residual else stream
@@ -195,10 +192,9 @@ class Eagle3Network(nn.Module):
     def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
         """Output projection, MLP and residuals of one layer."""
         if layer > 0:
-            result: Tensor = self.layers[layer - 1].finish(residual, mixed)
-            return result
+            return decoder_layers(self.layers)[layer - 1].finish(residual, mixed)
         hidden = residual + self.midlayer.self_attn.o_proj(mixed)
-        result = hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+        result: Tensor = hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
         return result
 
     def feedback(self, stream: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aquiline.cache import KVCache, new_cache
 from aquiline.targets.attention import attend, attention_mask, place, read, write
-from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm
+from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm, decoder_layers
 from aquiline.targets.rope import RotaryTable, max_positions, rope_from_hf
 from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
 
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
         }
         hidden = self.embed_tokens(tokens)
         taken: dict[Feature, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(decoder_layers(self.layers)):
             if i in features:
                 taken[i] = hidden
             rotated = self.config.rotary[i]

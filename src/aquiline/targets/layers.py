@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -163,3 +164,8 @@ class DecoderLayer(nn.Module):
         hidden = residual + self.self_attn.o_proj(mixed)
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
+
+
+def decoder_layers(modules: nn.ModuleList) -> list[DecoderLayer]:
+    """The layers of a list that holds nothing else, with their type."""
+    return cast("list[DecoderLayer]", list(modules))

@@ -55,7 +55,7 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
     """
     parameters = dict(config.get("rope_scaling") or {})
     parameters.update(config.get("rope_parameters") or {})
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind == "longrope":
         raise ValueError("rope scaling 'longrope' switches frequencies with the input's length; use the HF adapter")
     theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from aquiline.targets.decoder import Decoder
+from aquiline.targets.layers import decoder_layers
 from aquiline.targets.target import Feature, Target
 
 _SHARD_BYTES = 256 << 20
@@ -54,7 +55,7 @@ def _decoder_features(target: Decoder, tokens: Tensor, features: Sequence[Featur
     cos, sin = target.rotary(positions, width)
     hidden = target.embed_tokens(tokens[None])
     taken: dict[Feature, Tensor] = {}
-    for i, layer in enumerate(target.layers):
+    for i, layer in enumerate(decoder_layers(target.layers)):
         if i in features:
             taken[i] = hidden
         rotated = target.config.rotary[i]

@@ -16,6 +16,7 @@ from aquiline.drafters.eagle import (
     build_network,
 )
 from aquiline.targets.decoder import Decoder
+from aquiline.targets.layers import decoder_layers
 from aquiline.targets.target import Feature, eagle3_layers
 from aquiline.training.dataset import TrainingSet
 from aquiline.training.settings import TrainSettings
@@ -64,7 +65,7 @@ def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSe
 
 def _start_eagle3(network: Eagle3Network, target: Decoder, vocabulary: Tensor | None) -> None:
     hidden = network.config.hidden_size
-    last, layer = target.layers[-1], network.midlayer
+    last, layer = decoder_layers(target.layers)[-1], network.midlayer
     network.fc.weight.mul_(0.1)
     network.fc.weight[:, -hidden:] += torch.eye(hidden)
     layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
@@ -85,7 +86,7 @@ def _start_eagle(network: EagleNetwork) -> None:
     if network.fc.weight.shape[1] == 2 * hidden:
         network.fc.weight.mul_(0.1)
         network.fc.weight[:, -hidden:] += torch.eye(hidden)
-    layer = network.layers[0]
+    layer = decoder_layers(network.layers)[0]
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
 

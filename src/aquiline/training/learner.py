@@ -203,8 +203,8 @@ class Learner(nn.Module):
             loss = loss + self.loss.feature_weight * feature_loss(hidden, micro.final[index], scale)
         hits = best == best_target[index]
         sizes = [len(r) for r in micro.rows]
-        totals = torch.stack([part.sum() for part in rows.split(sizes)])
-        right = torch.stack([part.sum() for part in hits.split(sizes)])
+        totals = torch.stack([part.sum() for part in torch.split(rows, sizes)])
+        right = torch.stack([part.sum() for part in torch.split(hits, sizes)])
         return loss, totals, right.float()
 
 

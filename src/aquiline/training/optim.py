@@ -31,7 +31,8 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.t() if tall else x).to(matrix.dtype)
+    result: Tensor = (x.t() if tall else x).to(matrix.dtype)
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -76,7 +77,8 @@ def make_optimisers(
         muon_lr: Muon's rate; 0 gives AdamW everything.
         weight_decay: AdamW's.
     """
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for name, parameter in named:
         muon = muon_lr > 0 and parameter.ndim == 2 and not name.startswith("lm_head")
         (matrices if muon else rest).append(parameter)

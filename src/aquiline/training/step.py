@@ -114,7 +114,7 @@ def _reduce(run: Run, parameters: list[torch.nn.Parameter], sums: Tensor) -> Ten
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     flat = torch.cat([g.flatten() for g in grads] + [sums.flatten().to(grads[0].device)])
     flat = run.accelerator.reduce(flat, reduction="sum")
-    pieces = torch.split(flat, [*(g.numel() for g in grads), sums.numel()])  # type: ignore[no-untyped-call]
+    pieces = torch.split(flat, [*(g.numel() for g in grads), sums.numel()])
     for grad, piece in zip(grads, pieces[:-1], strict=True):
         grad.copy_(piece.view_as(grad))
     return torch.as_tensor(pieces[-1]).view_as(sums).cpu()
@@ -160,7 +160,7 @@ def _example(run: Run, source: int, index: int, tokens: Tensor, mask: Tensor) ->
         if run.store:
             run.store.put(key, rows.cpu())
     rows = rows.to(run.target.device)
-    split = torch.split(rows, run.target.shape.hidden_size, dim=-1)  # type: ignore[no-untyped-call]
+    split = torch.split(rows, run.target.shape.hidden_size, dim=-1)
     parts = dict(zip(run.layout, split, strict=True))
     features = torch.cat([parts[f] for f in run.head.config.features], dim=-1)
     if run.settings.feature_noise:

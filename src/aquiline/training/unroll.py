@@ -224,19 +224,24 @@ def _accurate(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _grouped(wide: Tensor, narrow: Tensor) -> Tensor:
+    """(B, heads, …) → (B, kv_heads, heads / kv_heads, …), with the kv_heads of `narrow`."""
+    return wide.view(wide.shape[0], narrow.shape[1], -1, *wide.shape[2:])
+
+
 def _row_dot(wide: Tensor, narrow: Tensor) -> Tensor:
     """(B, heads, T, dim) · (B, kv_heads, T, dim) → (B, heads, T), in at least float32."""
-    grouped = wide.unflatten(1, (narrow.shape[1], -1))
+    grouped = _grouped(wide, narrow)
     return (_accurate(grouped) * _accurate(narrow).unsqueeze(2)).sum(-1).flatten(1, 2)
 
 
 def _scale_rows(weight: Tensor, narrow: Tensor) -> Tensor:
     """(B, heads, T) times (B, kv_heads, T, dim) → (B, heads, T, dim)."""
-    grouped = weight.unflatten(1, (narrow.shape[1], -1)).unsqueeze(-1)
+    grouped = _grouped(weight, narrow).unsqueeze(-1)
     return (grouped * narrow.unsqueeze(2)).flatten(1, 2)
 
 
 def _group_sum(weight: Tensor, wide: Tensor, like: Tensor) -> Tensor:
     """Σ over each group of weight · wide, in the shape and dtype of `like`."""
     scaled = weight.unsqueeze(-1) * wide
-    return scaled.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)
+    return _grouped(scaled, like).sum(2).to(like.dtype)
