@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from typing import NoReturn
 
 import aquiline
 
@@ -26,14 +29,33 @@ COMMANDS = {
 }
 """Subcommand → what it does; each is a module of `aquiline.commands`."""
 
+_EXTRAS = {
+    "accelerate": "train",
+    "datasets": "datasets",
+    "ijson": "train",
+    "llguidance": "grammar",
+    "matplotlib": "bench",
+    "pyarrow": "train",
+    "tensorboard": "train",
+}
 
-def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and the command that explains the options; exits with 2."""
+        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+
+
+def build_parser(only: str | None = None) -> Parser:
     """Builds the parser.
 
     Args:
-        only: fill in this subcommand alone, so that `aquiline generate` does not import the rest.
+        only: fill in this subcommand alone, so that `aquiline generate` does not import the rest;
+            "" fills in none.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="aquiline", description="Lossless speculative decoding with draft heads: the same words, sooner."
     )
     parser.add_argument("--version", action="version", version=f"aquiline {aquiline.__version__}")
@@ -41,7 +63,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        sub.add_argument("--quiet", action="store_true", help="results only, no progress or notices")
+        sub.add_argument("--quiet", action="store_true", help="results and warnings only, no progress or notices")
         if only in (None, name):
             import_module(f"aquiline.commands.{name}").add(sub)
     return parser
@@ -54,22 +76,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        0 for success, 1 for a failure, 2 for wrong usage (also of values).
+        0 for success; 2 if the arguments, or the files they name, are not what is allowed; 1 if
+        something failed although they were; 130 after Ctrl-C.
     """
+    # OpenMP's threads spin for milliseconds between parallel regions, which starves the thread
+    # with work when other processes want the cores too. It must be set before torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     argv = list(sys.argv[1:] if argv is None else argv)
-    only = next((word for word in argv if word in COMMANDS), None)
-    arguments = build_parser(only).parse_args(argv)
-    logging.basicConfig(level=logging.WARNING if arguments.quiet else logging.INFO, format="%(message)s")
-    for noisy in ("httpx", "urllib3", "transformers", "filelock"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    only = next((word for word in argv if word in COMMANDS), "")
     try:
-        code = import_module(f"aquiline.commands.{arguments.command}").run(arguments)
-        return int(code or 0)
+        arguments, unknown = build_parser(only).parse_known_args(argv)
+    except ModuleNotFoundError as error:  # A command's options need its packages.
+        return _explain(error)
+    if unknown:
+        Parser(prog=f"aquiline {arguments.command}").error(f"unknown arguments: {' '.join(unknown)}")
+    try:
+        with _notices(arguments.quiet):
+            return int(import_module(f"aquiline.commands.{arguments.command}").run(arguments) or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # The reader of our output left: nothing more to say, and no traceback.
+        # The reader of our output left: nothing more to say, also not when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         if arguments.debug:
@@ -77,27 +106,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(error)
 
 
+class _Line(logging.Formatter):
+    """One line a record; what is more than a notice says so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return prefix + " ".join(record.getMessage().split())
+
+
+@contextmanager
+def _notices(quiet: bool) -> Iterator[None]:
+    """Shows what the library reports on standard error while a command runs."""
+    logger = logging.getLogger("aquiline")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Line())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    for noisy in ("httpx", "urllib3", "transformers", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
 def _explain(error: Exception) -> int:
     """Prints one line about an error; returns 2 for bad input, 1 for a failure."""
+    message, code = " ".join(str(error).split()) or type(error).__name__, 1
     if isinstance(error, ModuleNotFoundError):
-        extras = {
-            "pyarrow": "train",
-            "ijson": "train",
-            "accelerate": "train",
-            "matplotlib": "bench",
-            "llguidance": "grammar",
-        }
         name = (error.name or "").split(".")[0]
-        hint = f"; pip install 'aquiline[{extras[name]}]'" if name in extras else ""
-        print(f"error: this needs the package {error.name!r}{hint}", file=sys.stderr)
-        return 1
-    if isinstance(error, MemoryError) or "not enough memory" in str(error) or "out of memory" in str(error):
-        text = "out of memory; use a smaller batch (--rows), a shorter context, or a smaller dtype"
-        print(f"error: {text}", file=sys.stderr)
-        return 1
-    message = " ".join(str(error).split()) or type(error).__name__
+        hint = f"; pip install 'aquiline[{_EXTRAS[name]}]'" if name in _EXTRAS else ""
+        message = f"this needs the package {error.name!r}{hint}"
+    elif isinstance(error, MemoryError) or any(
+        text in message for text in ("not enough memory", "out of memory", "can't allocate memory")
+    ):
+        message = "out of memory; use fewer rows (--rows), a shorter context, or a smaller dtype (--dtype bfloat16)"
+    elif isinstance(error, ValueError | TypeError):
+        code = 2
+    elif isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    elif not isinstance(error, RuntimeError | OSError):
+        message = f"{type(error).__name__}: {message} (a bug; --debug shows where)"
     print(f"error: {message}", file=sys.stderr)
-    return 2 if isinstance(error, ValueError | TypeError) else 1
+    return code
 
 
 if __name__ == "__main__":

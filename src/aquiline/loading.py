@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,8 @@ import torch
 from aquiline.chat import ChatSession
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
-from aquiline.drafters.tuned import read_tuned
+from aquiline.drafters.tree_policy import TreePolicy
+from aquiline.drafting import GPU_TREE, SHIPPED, make_drafter
 from aquiline.generate import (
     Engine,
     Request,
@@ -32,22 +31,12 @@ from aquiline.verify import LossyRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger("aquiline")
+__all__ = ["GPU_TREE", "SHIPPED", "Loaded", "Prompt", "load", "make_drafter"]
 
-SHIPPED = Path(__file__).parent / "heads"
-"""Draft heads that come with the package."""
+logger = logging.getLogger("aquiline")
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 """Text, chat messages, or token ids."""
-
-CPU_TREE = Chain(depth=4, min_prob=0.15)
-"""Small trees are what pays on a CPU: every further node costs a fraction of a forward."""
-
-CPU_TREE_EAGLE1 = Chain(depth=3, min_prob=0.2)
-"""An EAGLE-1/2 head reads the target's whole LM head at every draft step: shorter chains."""
-
-GPU_TREE = DynamicTree(num_nodes=60, depth=7, top_k=10)
-"""The papers' tree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +123,7 @@ class Loaded:
         except TypeError as error:
             known = ", ".join(SamplingParams.__dataclass_fields__)
             raise TypeError(f"unknown setting among {sorted(settings)}; allowed: {known}") from error
-        prompts = list(prompt) if _is_batch(prompt) else [prompt]
+        prompts: list[Any] = list(prompt) if _is_batch(prompt) else [prompt]
         return [Request(encode_prompt(self.engine, item, raw=raw), params) for item in prompts]
 
 
@@ -164,8 +153,9 @@ def load(
         target: alias ("smollm2"), model folder, GGUF file, hub id, or a transformers model, of
             which nothing is modified.
         draft: "auto" takes a shipped head that was trained for this very target, else prompt
-            lookup, and says which; None decodes plainly; "prompt-lookup"; a folder or hub id of
-            an EAGLE head; or a drafter.
+            lookup, and says which; None decodes plainly; "prompt-lookup"; "lookahead"; the name,
+            folder, GGUF file or hub id of a head (EAGLE, Medusa, Hydra, a small model); or a
+            drafter.
         tree: `Chain`, `StaticTree` or `DynamicTree`, or a file written by `aquiline tune`; None
             takes what pays on the device.
         tokenizer: needed with a transformers model if prompts are texts.
@@ -180,35 +170,40 @@ def load(
     Raises:
         ValueError: an unknown name, a head that does not fit, contradictory settings.
     """
+    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.checkpoints.tokenizer import load_tokenizer
     from aquiline.targets.hf import target_from_hf
     from aquiline.targets.loading import load_target
 
-    path, model = None, target
+    path: Path | None = None
+    model: Any = target
     if isinstance(target, str | Path):
-        from aquiline.checkpoints.targets import resolve_target
-
         path = resolve_target(target, logger.info)
         model = load_target(path, _dtype(dtype, device), torch.device(device))
-    elif isinstance(target, torch.nn.Module) and not hasattr(target, "new_cache"):
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
+    elif not hasattr(target, "new_cache"):
+        if not isinstance(target, torch.nn.Module):
+            raise TypeError(
+                f"target is a {type(target).__name__}; allowed: an alias, a folder, a GGUF file, a hub id, a "
+                "transformers model, or a Target"
+            )
         model = target_from_hf(target)
-    if path is not None and tokenizer is None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    fast = _fast_copy(model) if packed else model
+    fast: Target = _fast_copy(model) if packed else model
     drafter, name = make_drafter(draft, tree, fast, path, packed)
-    watched = adaptive if adaptive is not None else tree is None and isinstance(draft, str | Path)
-    if drafter is not None and watched:
-        drafter = _watched(drafter)
+    if drafter is not None:
+        drafter = _watched(drafter, adaptive, tree is None and isinstance(draft, str | Path))
     end_ids, defaults = _generation_defaults(path, target, tokenizer)
     engine = Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows)
     return Loaded(engine, path, name, defaults)
 
 
-def _watched(drafter: Drafter) -> Drafter:
-    if isinstance(drafter, ObservingDrafter) or (isinstance(drafter, SamplingDrafter) and drafter.sampled):
+def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
+    """Wraps a drafter, where asked for or by default, in one that falls back towards plain decoding."""
+    sees_all = isinstance(drafter, ObservingDrafter) or (isinstance(drafter, SamplingDrafter) and drafter.sampled)
+    if adaptive and sees_all:
         raise ValueError(f"{type(drafter).__name__} must see every step and cannot be adaptive; leave adaptive=False")
-    return drafter if isinstance(drafter, Adaptive) else Adaptive(drafter)
+    wanted = adaptive if adaptive is not None else default and not sees_all
+    return Adaptive(drafter) if wanted and not isinstance(drafter, Adaptive) else drafter
 
 
 def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
@@ -226,7 +221,7 @@ def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch
         return named[dtype]
     if torch.device(device).type != "cpu":
         return torch.bfloat16
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False  # type: ignore[no-untyped-call]
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -237,103 +232,8 @@ def _fast_copy(target: Any) -> Any:
     return (packed(target) or target) if isinstance(target, Decoder) else target
 
 
-def make_drafter(
-    draft: str | Path | Drafter | None,
-    tree: TreePolicy | str | Path | None,
-    target: Target,
-    path: Path | None,
-    packed: bool = True,
-) -> tuple[Drafter | None, str]:
-    """Resolves what drafts, and names it; arguments as `load`'s, `path` is the target's folder."""
-    from aquiline.checkpoints.targets import target_fingerprint
-
-    if isinstance(tree, str | Path) and draft is not None:
-        choice = read_tuned(tree)
-        if path is not None and choice.target_fingerprint not in (None, target_fingerprint(path)):
-            logger.warning("%s was tuned on another target; tune again for this one", tree)
-        tree = choice.tree
-        if draft == "auto":
-            draft = choice.draft
-        if draft is None or tree is None:
-            return None, f"plain (tuned: {choice.method})"
-    if draft is None:
-        if tree is not None:
-            raise ValueError("a tree was given with draft=None, which drafts nothing; drop one of the two")
-        return None, "plain"
-    if not isinstance(draft, str | Path):
-        return draft, type(draft).__name__
-    if draft == "auto":
-        head = shipped_head(path)
-        if head is None:
-            logger.info("no shipped head fits this target: drafting by prompt lookup")
-            return _lookup(tree), "prompt lookup"
-        draft = head
-    if draft == "prompt-lookup":
-        return _lookup(tree), "prompt lookup"
-    return _eagle(Path(_head_folder(draft)), tree, target, path, packed)
-
-
-def _lookup(tree: TreePolicy | None) -> PromptLookup:
-    if tree is not None and not isinstance(tree, Chain):
-        raise ValueError(f"prompt lookup drafts chains; allowed: Chain(depth) or None, got {tree!r}")
-    return PromptLookup(depth=tree.depth) if isinstance(tree, Chain) else PromptLookup()
-
-
-def _head_folder(draft: str | Path) -> Path:
-    folder = Path(draft).expanduser()
-    if folder.is_dir():
-        return folder
-    if (SHIPPED / str(draft)).is_dir():
-        return SHIPPED / str(draft)
-    if str(draft).count("/") == 1 and not str(draft).startswith((".", "/", "~")):
-        from aquiline.checkpoints.targets import fetch_hub_folder
-
-        return fetch_hub_folder(str(draft))
-    names = ", ".join(sorted(p.name for p in SHIPPED.glob("*") if p.is_dir())) or "none"
-    raise ValueError(
-        f"unknown draft {str(draft)!r}: no such folder; allowed: auto, prompt-lookup, a head's folder, a hub id, "
-        f"or a shipped head ({names})"
-    )
-
-
-def shipped_head(path: Path | None) -> Path | None:
-    """The first shipped head whose target fingerprint is that of the target in `path`."""
-    if path is None or not SHIPPED.is_dir():
-        return None
-    import json
-
-    from aquiline.checkpoints.targets import target_fingerprint
-
-    fingerprint = target_fingerprint(path)
-    for config in sorted(SHIPPED.glob("*eagle3*/config.json")) + sorted(SHIPPED.glob("*/config.json")):
-        if json.loads(config.read_text()).get("aquiline_target_fingerprint") == fingerprint:
-            return config.parent
-    return None
-
-
-def _eagle(
-    folder: Path, tree: TreePolicy | None, target: Target, path: Path | None, packed: bool
-) -> tuple[EagleDrafter, str]:
-    from aquiline.checkpoints.safeailab import read_head
-    from aquiline.checkpoints.targets import target_fingerprint
-
-    head = read_head(folder, target.shape, target.dtype)
-    if path is not None and head.target_fingerprint and head.target_fingerprint != target_fingerprint(path):
-        logger.warning(
-            "the head in %s was trained for another target (fingerprints differ); drafts may rarely be accepted", folder
-        )
-    if tree is None:
-        on_cpu = target.device.type == "cpu"
-        tree = (CPU_TREE if head.config.kind == "eagle3" else CPU_TREE_EAGLE1) if on_cpu else GPU_TREE
-    if not isinstance(tree, Chain | StaticTree | DynamicTree):
-        raise ValueError(f"tree is {tree!r}; allowed: Chain, StaticTree, DynamicTree, a tuned file, or None")
-    return EagleDrafter(head, target, tree, packed=packed), f"{folder.name} ({head.config.kind})"
-
-
 def _generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:
     """End tokens and sampling defaults from generation_config, else from the tokenizer."""
-    import json
-
     config: dict[str, Any] = {}
     if path is not None and (path / "generation_config.json").is_file():
         config = json.loads((path / "generation_config.json").read_text())

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from typing import TYPE_CHECKING
 
-from aquiline.commands.common import add_model_options, add_sampling_options, load_model, sampling_settings
+from aquiline.commands.common import add_model_options, add_sampling_options, load_model, params_of, stats_record
+
+if TYPE_CHECKING:
+    from aquiline.chat import ChatSession
+    from aquiline.sampling import SamplingParams
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--system", help="system prompt")
+    parser.add_argument("--json", action="store_true", help="one JSON object per answer")
     add_model_options(parser)
     add_sampling_options(parser)
 
@@ -18,8 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command: one turn for each line of standard input; an empty line or Ctrl-D ends it."""
     loaded = load_model(arguments)
+    params = params_of(arguments, loaded)
     session = loaded.chat(system=arguments.system)
-    settings = sampling_settings(arguments)
     interactive = sys.stdin.isatty()
     if interactive and not arguments.quiet:
         print("an empty line or Ctrl-D ends; Ctrl-C stops an answer", file=sys.stderr)
@@ -31,9 +38,19 @@ def run(arguments: argparse.Namespace) -> int:
         if not line:
             break
         try:
-            for event in session.stream(line, **settings):
-                print(event.text, end="", flush=True)
-            print()
+            _answer(session, line, params, arguments.json)
         except KeyboardInterrupt:
             print("\n[stopped]", file=sys.stderr)
     return 0
+
+
+def _answer(session: ChatSession, line: str, params: SamplingParams, as_json: bool) -> None:
+    for event in session.stream(line, params):
+        if not as_json:
+            print(event.text, end="", flush=True)
+        elif event.output is not None:
+            output = event.output
+            record = {"prompt": line, "text": output.text, "finish_reason": output.finish_reason}
+            print(json.dumps(record | {"stats": stats_record(output.stats)}, ensure_ascii=False))
+    if not as_json:
+        print()

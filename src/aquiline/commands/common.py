@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +15,35 @@ if TYPE_CHECKING:
     from aquiline.sampling import SamplingParams
     from aquiline.stats import GenerationStats
 
+logger = logging.getLogger("aquiline")
+
+_TREES = "chain:DEPTH[,MIN_PROB], static, dynamic:NODES,DEPTH,TOPK[,MIN_PROB]"
+
+
+def add_target_option(parser: Any) -> None:
+    """--target."""
+    parser.add_argument("--target", default="smollm2", help="alias, folder, GGUF file or hub id (default: smollm2)")
+
+
+def add_machine_options(parser: Any) -> None:
+    """--dtype, --device, --threads."""
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: fastest here")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Target, draft, tree, dtype, device."""
     group = parser.add_argument_group("model")
-    group.add_argument("--target", default="smollm2", help="alias, folder, GGUF file or hub id (default: smollm2)")
+    add_target_option(group)
     group.add_argument(
-        "--draft", default="auto", help="auto, none, prompt-lookup, a head's folder or hub id (default: auto)"
+        "--draft",
+        default="auto",
+        help="auto, none, prompt-lookup, or a head: shipped name, folder, GGUF file, hub id (default: auto)",
     )
-    group.add_argument("--tree", help="chain:DEPTH, static, dynamic:NODES,DEPTH,TOPK, or a file from `aquiline tune`")
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: fastest here")
-    group.add_argument("--device", default="cpu", help="default: cpu")
+    group.add_argument("--tree", help=f"{_TREES}, or a file from `aquiline tune`")
+    add_machine_options(group)
     group.add_argument("--rows", type=int, default=8, help="requests that decode together (default: 8)")
-    group.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
     group.add_argument(
         "--lossy",
         metavar="RULE",
@@ -88,19 +105,16 @@ def parse_tree(text: str | None) -> Any:
     if text is None or Path(text).is_file():
         return text
     kind, _, numbers = text.partition(":")
-    try:
-        values = [int(value) for value in numbers.split(",")] if numbers else []
-    except ValueError:
-        values = []
-    if kind == "chain" and len(values) == 1:
-        return Chain(values[0])
-    if kind == "static" and not numbers:
-        return StaticTree()
-    if kind == "dynamic" and len(values) == 3:
-        return DynamicTree(*values)
-    raise ValueError(
-        f"--tree {text!r} is not a tree; allowed: chain:DEPTH, static, dynamic:NODES,DEPTH,TOPK, or a file"
-    )
+    sizes = {"chain": 1, "static": 0, "dynamic": 3}.get(kind)
+    values = numbers.split(",") if numbers else []
+    if sizes is not None and len(values) in ((0,) if kind == "static" else (sizes, sizes + 1)):
+        try:
+            arguments = [*map(int, values[:sizes]), *map(float, values[sizes:])]
+        except ValueError:
+            arguments = None
+        if arguments is not None:
+            return {"chain": Chain, "static": StaticTree, "dynamic": DynamicTree}[kind](*arguments)
+    raise ValueError(f"--tree {text!r} is not a tree; allowed: {_TREES}, or a file from `aquiline tune`")
 
 
 def parse_lossy(text: str | None) -> Any:
@@ -127,50 +141,111 @@ def parse_lossy(text: str | None) -> Any:
     )
 
 
-def load_model(arguments: argparse.Namespace) -> Loaded:
-    """Loads what the model options name."""
+def set_threads(threads: int | None) -> None:
+    """Applies --threads.
+
+    Raises:
+        ValueError: if it is below 1.
+    """
     import torch
 
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads is {threads}; allowed: ≥ 1")
+        torch.set_num_threads(threads)
+
+
+def load_model(arguments: argparse.Namespace) -> Loaded:
+    """Loads what the model options name, and says what drafts."""
+    draft = None if arguments.draft == "none" else arguments.draft
+    tree, lossy = parse_tree(arguments.tree), parse_lossy(arguments.lossy)
+    if draft is None and tree is not None:
+        logger.warning("--tree has no effect with --draft none: nothing is drafted")
+        tree = None
+    if draft is None and lossy is not None:
+        logger.warning("--lossy has no effect with --draft none: there are no drafts to accept")
+        lossy = None
+    set_threads(arguments.threads)
     from aquiline.loading import load
 
-    if arguments.threads is not None:
-        if arguments.threads < 1:
-            raise ValueError(f"--threads is {arguments.threads}; allowed: ≥ 1")
-        torch.set_num_threads(arguments.threads)
-    draft = None if arguments.draft == "none" else arguments.draft
     loaded = load(
         arguments.target,
         draft,
-        tree=parse_tree(arguments.tree),
+        tree=tree,
         dtype=arguments.dtype,
         device=arguments.device,
-        lossy=parse_lossy(arguments.lossy),
+        lossy=lossy,
         max_rows=arguments.rows,
     )
-    if not arguments.quiet:
-        print(f"drafting: {loaded.draft_name}", file=sys.stderr)
-        if arguments.lossy:
-            print("LOSSY acceptance: the output distribution differs from the target's", file=sys.stderr)
+    logger.info("drafting: %s", loaded.draft_name)
+    if lossy is not None:
+        logger.warning("lossy acceptance (%s): the output distribution differs from the target's", arguments.lossy)
     return loaded
 
 
-def read_prompts(words: Sequence[str], file: str | None) -> list[str]:
-    """The prompts of the command line, of a file (one a line, or JSON strings), or of standard input.
+def warn_without_effect(arguments: argparse.Namespace, params: SamplingParams) -> None:
+    """Names sampling options that were given and change nothing."""
+    if params.temperature > 0:
+        return
+    for name in ("seed", "top_k", "top_p", "min_p"):
+        if getattr(arguments, name) is not None:
+            logger.warning("--%s has no effect at temperature 0, which is greedy", name.replace("_", "-"))
+    if params.n > 1:
+        logger.warning("--n %d gives the same output %d times at temperature 0, which is greedy", params.n, params.n)
+
+
+def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
+    """The prompts of the command line, of a file, or of standard input (one prompt, all of it).
+
+    Args:
+        words: prompts.
+        file: a prompt on each line; of a .jsonl file each line is a JSON text, a list of
+            messages, a list of token ids, or an object with "prompt" or "messages". "-" is
+            standard input, a prompt on each line.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or the file cannot be read; with the line.
     """
     if words and file:
         raise ValueError("prompts were given both as arguments and by --file; use one")
     if words:
         return list(words)
+    if file == "-":
+        return _some([line for line in sys.stdin.read().splitlines() if line.strip()], "standard input")
     if file:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) if line.startswith('"') else line for line in lines if line.strip()]
+        try:
+            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--file {file!r} cannot be read ({error}); give a UTF-8 text file") from error
+        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        if Path(file).suffix == ".jsonl":
+            return _some([_json_prompt(file, number, line) for number, line in numbered], file)
+        return _some([line for _, line in numbered], file)
     text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     if not text:
         raise ValueError("no prompt; give it as an argument, with --file, or on standard input")
     return [text]
+
+
+def _some(prompts: list[Any], place: str) -> list[Any]:
+    if not prompts:
+        raise ValueError(f"{place} holds no prompt; write one on each line")
+    return prompts
+
+
+def _json_prompt(file: str, number: int, line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+    if isinstance(value, dict):
+        value = value.get("prompt", value.get("messages"))
+    if not value or not isinstance(value, str | list):
+        raise ValueError(
+            f"{file}, line {number}: no prompt; allowed: a text, a list of messages, a list of token ids, or an object "
+            'with "prompt" or "messages"'
+        )
+    return value
 
 
 def stats_record(stats: GenerationStats) -> dict[str, Any]:
@@ -190,7 +265,9 @@ def stats_record(stats: GenerationStats) -> dict[str, Any]:
 
 
 def params_of(arguments: argparse.Namespace, loaded: Loaded) -> SamplingParams:
-    """The model's defaults with the given options on top."""
+    """The model's defaults with the given options on top; warns of options without effect."""
     from dataclasses import replace
 
-    return replace(loaded.defaults, **sampling_settings(arguments))
+    params = replace(loaded.defaults, **sampling_settings(arguments))
+    warn_without_effect(arguments, params)
+    return params

@@ -40,7 +40,7 @@ def examine() -> tuple[dict[str, Any], list[str]]:
     from aquiline.targets.packed import packable
 
     capability = torch.backends.cpu.get_cpu_capability()
-    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,

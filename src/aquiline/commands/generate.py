@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 from aquiline.commands.common import (
     add_model_options,
@@ -17,13 +17,16 @@ from aquiline.commands.common import (
 )
 
 if TYPE_CHECKING:
+    from aquiline.generate import GenerationOutput
     from aquiline.stats import GenerationStats
+
+logger = logging.getLogger("aquiline")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("prompt", nargs="*", help="prompts; each is a user's turn (default: standard input)")
-    parser.add_argument("--file", help="file with a prompt on each line")
+    parser.add_argument("--file", help="a prompt on each line (.jsonl: texts, messages or token ids); - reads stdin")
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object per output")
     parser.add_argument("--profile", action="store_true", help="print where the time went")
@@ -36,51 +39,65 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments.prompt, arguments.file)
     loaded = load_model(arguments)
     params = params_of(arguments, loaded)
-    outputs = []
     single = len(prompts) == 1 and params.n == 1
+    outputs: dict[tuple[int, int], GenerationOutput] = {}
     for event in loaded.stream(prompts, params, raw=arguments.raw):
         if single and not arguments.json:
             print(event.text, end="", flush=True)
         if event.output is not None:
-            outputs.append((event.index, event.output))
-    for index, output in sorted(outputs, key=lambda pair: pair[0]):
-        if arguments.json:
-            record = {
-                "prompt": prompts[index // params.n],
-                "text": output.text,
-                "token_ids": list(output.token_ids),
-                "finish_reason": output.finish_reason,
-                "stats": stats_record(output.stats),
-            }
-            print(json.dumps(record, ensure_ascii=False))
-        elif single:
-            print()
-        else:
-            print(f"--- {index + 1}: {prompts[index // params.n]}\n{output.text}")
-    if not arguments.quiet and not arguments.json:
-        for _, output in outputs[:1] if single else []:
-            stats = output.stats
-            print(
-                f"[{stats.emitted} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-                f"{stats.mean_accept_length:.2f} per forward, ended by {output.finish_reason}]",
-                file=sys.stderr,
-            )
+            outputs[event.index, event.sample] = event.output
+    for index, sample in sorted(outputs):
+        _show(outputs[index, sample], prompts[index], f"{index + 1}.{sample + 1}", single, arguments.json)
+    _summarise(list(outputs.values()))
     if arguments.profile:
-        for _, output in outputs:
-            print_profile(output.stats)
+        print_profile([output.stats for output in outputs.values()])
     return 0
 
 
-def print_profile(stats: GenerationStats) -> None:
+def _show(output: GenerationOutput, prompt: Any, number: str, streamed: bool, as_json: bool) -> None:
+    if as_json:
+        record = {
+            "prompt": prompt,
+            "text": output.text,
+            "token_ids": list(output.token_ids),
+            "finish_reason": output.finish_reason,
+            "seed": output.seed,
+            "stats": stats_record(output.stats),
+        }
+        print(json.dumps(record, ensure_ascii=False))
+    elif streamed:
+        print()
+    else:
+        print(f"--- {number}: {prompt}\n{output.text}")
+
+
+def _summarise(outputs: list[GenerationOutput]) -> None:
+    for output in outputs:
+        stats = output.stats
+        logger.info(
+            "[%d tokens, %.1f tokens/s, %.2f per forward, ended by %s]",
+            stats.emitted,
+            stats.tokens_per_second,
+            stats.mean_accept_length,
+            output.finish_reason,
+        )
+
+
+def print_profile(all_stats: list[GenerationStats]) -> None:
     """Prints a table of seconds per phase to standard error."""
     from rich.console import Console
     from rich.table import Table
 
-    total = sum(stats.seconds.values()) or 1.0
-    table = Table(title="where the time went")
+    seconds: dict[str, float] = {}
+    for stats in all_stats:
+        for phase, spent in stats.seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+    steps, total = sum(stats.steps for stats in all_stats), sum(seconds.values()) or 1.0
+    # Rows of one batch each count its seconds.
+    table = Table(title="where the time went" + (" (summed over outputs)" if len(all_stats) > 1 else ""))
     for column in ("phase", "seconds", "share", "ms per step"):
         table.add_column(column, justify="left" if column == "phase" else "right")
-    for phase, seconds in sorted(stats.seconds.items(), key=lambda item: -item[1]):
-        per_step = f"{1000 * seconds / max(stats.steps, 1):.3f}" if phase != "prefill" else ""
-        table.add_row(phase, f"{seconds:.3f}", f"{seconds / total:.1%}", per_step)
+    for phase, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        per_step = f"{1000 * spent / max(steps, 1):.3f}" if phase != "prefill" else ""
+        table.add_row(phase, f"{spent:.3f}", f"{spent / total:.1%}", per_step)
     Console(stderr=True).print(table)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="stop after so many conversations")
     parser.add_argument("--strict", action="store_true", help="stop at the first record that cannot be used")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    parser.add_argument("--json", action="store_true", help="machine-readable report")
     group = parser.add_argument_group("regeneration")
     group.add_argument("--regenerate", action="store_true", help="replace the answers by the target's own words")
     group.add_argument(
@@ -60,8 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
     )
-    print(report)
+    _print(report, arguments.json)
     return 0
+
+
+def _print(report: Any, as_json: bool) -> None:
+    print(json.dumps(dataclasses.asdict(report), default=str) if as_json else report)
 
 
 def _regenerate(arguments: argparse.Namespace) -> int:
@@ -85,7 +92,7 @@ def _regenerate(arguments: argparse.Namespace) -> int:
     )
     if not arguments.quiet:
         print(file=sys.stderr)
-    print(report)
+    _print(report, arguments.json)
     return 0
 
 

@@ -1,0 +1,37 @@
+"""The tokenizer of a model folder, by the shortest way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Loads the Hugging Face tokenizer in a folder.
+
+    `AutoTokenizer` imports the modeling code of the family to find the class. A folder whose
+    configuration already names the general class needs none of that, which saves a second.
+
+    Raises:
+        ValueError: there is none, or it is broken.
+    """
+    folder = Path(folder)
+    try:
+        name = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        name = None
+    try:
+        if name == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{folder} has no tokenizer that transformers can load ({reason}); put tokenizer.json and "
+            "tokenizer_config.json there, or pass tokenizer="
+        ) from error
