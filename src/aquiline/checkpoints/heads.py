@@ -16,6 +16,7 @@ from aquiline.checkpoints.gguf_head import read_gguf_head
 from aquiline.checkpoints.head_files import read_head_files
 from aquiline.checkpoints.head_report import HeadReport
 from aquiline.checkpoints.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
+from aquiline.checkpoints.published_heads import published_kind
 from aquiline.checkpoints.stored_head import StoredHead, check_tensors, check_values, head_config, head_from_stored
 from aquiline.drafters.eagle import DraftHead, HeadConfig
 from aquiline.targets.target import TargetShape
@@ -76,6 +77,9 @@ def read_stored_head(
         ValueError: as `read_any_head`.
     """
     path, choices = Path(path), choices or HeadChoices()
+    published = published_kind(path)
+    if published:
+        raise ValueError(f"{path} holds {published.capitalize()} heads, not an EAGLE head")
     if path.is_file() and path.suffix == ".gguf":
         translated = read_gguf_head(path)
         files: tuple[str, ...] = (path.name,)
