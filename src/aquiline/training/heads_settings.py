@@ -1,0 +1,109 @@
+"""Settings of a training run of Medusa or Hydra heads or of a small model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from aquiline.training.losses import RULES
+
+KINDS = ("medusa", "hydra", "small-model")
+
+
+@dataclass(frozen=True)
+class HeadsSettings:
+    """A training run; names as in `aquiline.training.settings.TrainSettings` where they mean the same.
+
+    Attributes:
+        target: folder of the target.
+        data: training sets made by `prepare`.
+        output: folder for checkpoints, metrics and the result (its folder ``head``).
+        kind: "medusa", "hydra" or "small-model".
+        num_heads: K, heads of Medusa and Hydra.
+        num_blocks: residual blocks of each head.
+        own_lm_head: one LM head of the heads' own, trained, instead of the target's.
+        num_layers: layers of the small model; half of them are copies of the target's first,
+            half of its last ones.
+        draft_vocab_size: ids that heads draft; for a small model, ids that the loss is computed
+            over (it can draft all). At least V: all.
+        data_weights: share of positions of each training set; empty: by their size.
+        validation: training sets whose validation split is measured; empty: all of `data`.
+        features: folder that keeps the target's features; None computes them each time. A
+            folder of an EAGLE run on the same data serves as well.
+        limit_conversations: for each set, use only so many (0: all).
+        depth_decay: weight of depth i is depth_decay ** i.
+        loss: "kl", "tv" or "lk", see `aquiline.training.losses`.
+        max_length: conversations are cut to so many tokens.
+        batch_positions: positions of an optimiser step.
+        micro_positions: positions that go through the network together.
+        lr: AdamW's learning rate.
+        muon_lr: Muon's learning rate for matrices; 0 uses AdamW alone.
+        weight_decay: AdamW's.
+        clip: bound on the gradient's norm.
+        total_positions: length of the run, decay included.
+        warmup_positions: learning rate rises over so many.
+        decay_share: part of the run, at its end, in which the rate falls to 0.
+        save_minutes: checkpoint interval.
+        log_steps: metrics interval in optimiser steps.
+        workers: micro-batches computed at a time; 0: one per core. The result does not depend on it.
+        dtype: in which the target and the copies compute: "bfloat16" or "float32".
+        seed: order of the data.
+    """
+
+    target: str
+    data: tuple[str, ...]
+    output: str
+    kind: str
+    num_heads: int = 4
+    num_blocks: int = 1
+    own_lm_head: bool = False
+    num_layers: int = 4
+    draft_vocab_size: int = 8192
+    data_weights: tuple[float, ...] = ()
+    validation: tuple[str, ...] = ()
+    features: str | None = None
+    limit_conversations: tuple[int, ...] = ()
+    depth_decay: float = 0.8
+    loss: str = "kl"
+    max_length: int = 512
+    batch_positions: int = 4096
+    micro_positions: int = 512
+    lr: float = 1e-3
+    muon_lr: float = 0.02
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    total_positions: int = 400_000
+    warmup_positions: int = 20_000
+    decay_share: float = 0.5
+    save_minutes: float = 4.0
+    log_steps: int = 5
+    workers: int = 0
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind {self.kind!r} is not known; allowed: {', '.join(KINDS)}")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype {self.dtype!r} is not allowed; allowed: bfloat16, float32")
+        if self.loss not in RULES:
+            raise ValueError(f"loss {self.loss!r} is not known; allowed: {', '.join(RULES)}")
+        if not self.data:
+            raise ValueError("no training data given; make a set with `prepare`")
+        weights = self.data_weights
+        if weights and (len(weights) != len(self.data) or min(weights) < 0 or not sum(weights)):
+            raise ValueError(f"data_weights {weights} must give a share ≥ 0 for each of {len(self.data)} data sets")
+        for name in ("num_heads", "num_blocks", "num_layers", "draft_vocab_size", "batch_positions", "total_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_length < 3:
+            raise ValueError(f"max_length is {self.max_length}; it must be at least 3")
+        if not 0 <= self.decay_share <= 1:
+            raise ValueError(f"decay_share is {self.decay_share}; allowed: 0 … 1")
+
+    def record(self) -> dict[str, Any]:
+        """The settings as JSON-able values."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
+        }
