@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import transformers
 from torch import nn
 
 from aquiline.targets.hf import HFTarget, target_from_hf
-from aquiline.targets.hf_checks import mask_windows, position_limit
+from aquiline.targets.hf_checks import position_limit
 from tests import tiny
 from tests.drafters.loop import run
 from tests.targets import hf_models
@@ -58,7 +59,7 @@ REFUSED = {
     "mamba": (lambda: causal("Mamba", **MAMBA), "MambaForCausalLM has .* cannot roll back"),
     "hybrid": (
         lambda: causal("Qwen3Next", **SMALL, layer_types=["linear_attention", "full_attention"], num_experts=2),
-        "Qwen3NextForCausalLM has layers of type linear_attention",
+        "Qwen3NextForCausalLM has layers of type linear_attention, whose cache cannot roll back",
     ),
     "flash 2": (
         lambda: with_backend("flash_attention_2"),
@@ -148,13 +149,33 @@ def test_a_context_that_cannot_fit_is_refused() -> None:
 
 
 def test_windows_are_read_from_what_the_model_does() -> None:
-    assert mask_windows(hf_models.build("starcoder2")) == {"": hf_models.WINDOW}
-    assert mask_windows(hf_models.build("gemma3")) == {
-        "full_attention": None,
-        "sliding_attention": hf_models.WINDOW,
-    }
-    stray = hf_models.build("granite", sliding_window=4)  # A setting that Granite never reads.
-    assert mask_windows(stray) == {"": None}
+    """Granite never applies the window that its configuration may name."""
+    for family, expected in {
+        "starcoder2": {"": hf_models.WINDOW},
+        "gemma3": {"full_attention": None, "sliding_attention": hf_models.WINDOW},
+        "granite": {"": None},
+    }.items():
+        model = hf_models.build(family, sliding_window=hf_models.WINDOW)
+        assert HFTarget(model)._windows == expected
+    longer = hf_models.build("starcoder2", sliding_window=128)  # The context ends before it.
+    assert HFTarget(longer)._windows == {"": None}
+
+
+def test_a_window_applied_in_an_unknown_way_is_refused() -> None:
+    model = hf_models.build("phi3")
+    forward = model.model.forward
+    model.config.sliding_window = hf_models.WINDOW - 2
+
+    @functools.wraps(forward)
+    def wider(*args: Any, **kwargs: Any) -> Any:
+        model.config.sliding_window = hf_models.WINDOW
+        out = forward(*args, **kwargs)
+        model.config.sliding_window = hf_models.WINDOW - 2
+        return out
+
+    model.model.forward = wider
+    with pytest.raises(ValueError, match=r"Phi3ForCausalLM applies its sliding window of 6 in an unknown way"):
+        HFTarget(model)
 
 
 def test_dynamic_frequencies_limit_the_context() -> None:

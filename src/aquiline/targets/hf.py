@@ -19,12 +19,18 @@ from torch import Tensor, nn
 
 from aquiline.cache import KVCache, new_cache
 from aquiline.targets.attention import Placement, attention_mask, place
-from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf, gather_positions
-from aquiline.targets.hf_checks import base_model, check_model, head_rule, mask_windows, position_limit, unwrap
+from aquiline.targets.decoder import gather_positions
+from aquiline.targets.hf_checks import (
+    base_model,
+    check_model,
+    head_rule,
+    mask_windows,
+    position_limit,
+    unwrap,
+    window_size,
+)
+from aquiline.targets.hf_decoder import PROBE_TOKENS, difference, probe_ids, shared_decoder, tolerance
 from aquiline.targets.target import Feature, Target, TargetOutput, TargetShape, check_features
-
-_PROBE = 6
-"""Tokens of the longest sequence that the probe runs."""
 
 
 class HFTarget:
@@ -53,7 +59,6 @@ class HFTarget:
         self._base = base_model(self.model)
         self._head = self.model.get_output_embeddings()
         self._rule = head_rule(config)
-        self._windows = mask_windows(self.model)
         limit, self._clamped = position_limit(config)
         accepts = inspect.signature(self._base.forward).parameters
         old_name = "cache" not in accepts and "past_key_values" in accepts  # Before transformers 5.2x.
@@ -61,6 +66,7 @@ class HFTarget:
         self.device = _device(self.model)
         try:
             self._measure(config, limit)
+            self._windows = self._find_windows(config)
             self._confirm(model)
         except (RuntimeError, TypeError, AttributeError, LookupError) as error:
             name, reason = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -87,6 +93,38 @@ class HFTarget:
         self.shape = TargetShape(vocab, final.shape[-1], config.num_hidden_layers, limit)
 
     @torch.no_grad()
+    def _find_windows(self, config: Any) -> dict[str, int | None]:
+        """Finds out whether the model applies the window that its configuration names.
+
+        Two tokens run behind a made-up context that is longer than the window: zeros, but for the
+        slots that the window hides, which are loud. What the model hears of them under its own
+        mask it must hear under ours.
+        """
+        window = window_size(config)
+        if window is None or window >= self.shape.max_positions:
+            return {"": None}
+        start = window + 2
+        cache = self.new_cache(1, start + 2)
+        cache.key_block[:, :, :, :4] = 1.0
+        cache.value_block[:, :, :, :4] = window
+        cache.lengths[0] = start
+        tokens = torch.tensor([[1, 2]], device=self.device)
+        positions = torch.arange(start, start + 2, device=self.device)[None]
+        placement = place(cache, [0], 2)
+        expected = self._run(tokens, positions, cache, placement, None).last_hidden_state
+        unused: dict[str, int | None] = {"": None}
+        for windows in (mask_windows(config), unused):
+            self._windows = windows
+            masks = self._masks(placement, positions, None)
+            found = self._run(tokens, positions, cache, placement, masks).last_hidden_state
+            if difference(found, expected) <= tolerance(self.dtype, 0.02):
+                return windows
+        raise ValueError(
+            f"{type(self.model).__name__} applies its sliding window of {window} in an unknown way; "
+            "decode it with transformers"
+        )
+
+    @torch.no_grad()
     def _confirm(self, model: nn.Module) -> None:
         """Compares a ragged tree forward with the model's own plain forwards.
 
@@ -94,8 +132,8 @@ class HFTarget:
         forward. The second child must see the prefix and the root, and not its sibling.
         """
         vocab, name = self.shape.vocab_size, type(model).__name__
-        ids = (torch.arange(1, _PROBE + 1, device=self.device) * vocab) // (_PROBE + 2)
-        cache = self.new_cache(2, _PROBE)
+        ids = probe_ids(vocab, self.device)
+        cache = self.new_cache(2, PROBE_TOKENS)
         positions = torch.arange(3, device=self.device)[None]
         none = torch.empty(1, 0, dtype=torch.int64, device=self.device)
         self.forward(ids[None, :3], positions, None, cache, [1], logits_at=none)
@@ -108,9 +146,9 @@ class HFTarget:
             sequence = torch.cat((prefix, ids[3:4], ids[5:]))[None]
             reference = model(input_ids=sequence, use_cache=False).logits[0, -1].to(self.device)
             own = self._base(sequence, use_cache=False, return_dict=True).last_hidden_state[0, -1]
-            if _difference(self.project(own.to(self.device)), reference) > _tolerance(self.dtype, 1e-2):
+            if difference(self.project(own.to(self.device)), reference) > tolerance(self.dtype, 1e-2):
                 raise ValueError(f"{name} makes logits of hidden states in an unknown way; decode it with transformers")
-            if _difference(out.logits[row, 2], reference) > _tolerance(self.dtype, 0.15):
+            if difference(out.logits[row, 2], reference) > tolerance(self.dtype, 0.15):
                 raise ValueError(
                     f"{name} does not compute a tree of drafts as it computes plain text (its attention ignores the "
                     "mask or the positions, or it quantises activations over the whole batch); "
@@ -148,8 +186,6 @@ class HFTarget:
         Raises:
             ValueError: for an unknown feature, and for boundary n, which transformers does not return.
         """
-        from aquiline.targets.hf_cache import bridge
-
         layers = self.shape.num_layers
         check_features(features, layers)
         if layers in features:
@@ -162,15 +198,7 @@ class HFTarget:
             # Nodes beyond the context are never accepted, but would switch everybody's frequencies.
             positions = positions.clamp(max=self.shape.max_positions - 1)
         boundaries = sorted({f for f in features if isinstance(f, int)})
-        out = self._base(
-            tokens,
-            attention_mask=self._masks(placement, positions, ancestors),
-            position_ids=positions,
-            use_cache=True,
-            return_dict=True,
-            **{self._cache_name: bridge(cache, placement, self._slots, layers)},
-            **({"output_hidden_states": boundaries} if boundaries else {}),
-        )
+        out = self._run(tokens, positions, cache, placement, self._masks(placement, positions, ancestors), boundaries)
         final = out.last_hidden_state.to(self.device)
         taken = [final if f == "final" else out.hidden_states[f].to(self.device) for f in features]
         picked = torch.cat(taken, dim=-1) if taken else None
@@ -178,6 +206,28 @@ class HFTarget:
             accurate = torch.promote_types(final.dtype, torch.float32)
             return TargetOutput(final.new_empty(len(rows), 0, self.shape.vocab_size, dtype=accurate), picked)
         return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        placement: Placement,
+        masks: Any,
+        boundaries: Sequence[int] = (),
+    ) -> Any:
+        """The model below its head; `masks` None leaves the mask to transformers."""
+        from aquiline.targets.hf_cache import bridge
+
+        return self._base(
+            tokens,
+            attention_mask=masks,
+            position_ids=positions,
+            use_cache=True,
+            return_dict=True,
+            **{self._cache_name: bridge(cache, placement, self._slots, self.shape.num_layers)},
+            **({"output_hidden_states": list(boundaries)} if boundaries else {}),
+        )
 
     def _masks(self, placement: Placement, positions: Tensor, ancestors: Tensor | None) -> Any:
         """One additive (B, 1, T, span) mask, or one for each kind of layer."""
@@ -207,17 +257,6 @@ def _device(model: Any) -> torch.device:
     return min(placed, key=str) if placed else torch.device("cpu")
 
 
-def _difference(got: Tensor, expected: Tensor) -> float:
-    """Distance of two logit vectors over the spread of the expected one."""
-    got, expected = got.double(), expected.double()
-    spread = (expected - expected.mean()).norm()
-    return float((got - expected).norm() / spread.clamp(min=1e-30))
-
-
-def _tolerance(dtype: torch.dtype, half: float) -> float:
-    return 1e-3 if dtype in (torch.float32, torch.float64) else half
-
-
 def target_from_hf(model: nn.Module) -> Target:
     """Makes a target of a transformers model, on our own decoder where that computes the same.
 
@@ -230,49 +269,3 @@ def target_from_hf(model: nn.Module) -> Target:
         TypeError, ValueError: as `HFTarget`.
     """
     return shared_decoder(model) or HFTarget(model)
-
-
-def shared_decoder(model: Any) -> Decoder | None:
-    """Our decoder on the parameters of `model`, or None where anything about it is unusual."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "model_type", None) not in FAMILIES or not _is_stock(model):
-        return None
-    try:
-        own = config_from_hf(config.to_dict())
-    except ValueError:
-        return None  # A setting that our decoder does not compute; the adapter does.
-    with torch.device("meta"):
-        decoder = Decoder(own)
-    state = {name.removeprefix("model."): tensor.detach() for name, tensor in model.state_dict().items()}
-    expected = {name: parameter.shape for name, parameter in decoder.state_dict().items()}
-    if expected != {name: tensor.shape for name, tensor in state.items()}:
-        return None
-    decoder.load_state_dict(state, assign=True)
-    if own.tied:
-        decoder.lm_head.weight = decoder.embed_tokens.weight
-    decoder.eval().requires_grad_(False)
-    return decoder if _agrees(decoder, model) else None
-
-
-def _is_stock(model: Any) -> bool:
-    """Whether the model is what transformers builds: no adapters, quantisation, hooks or patches."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) != type(model).__name__ or model.training:
-        return False
-    plain = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
-    for module in model.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        own_hooks = all(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks)
-        if not type(module).__module__.startswith(plain) or "forward" in vars(module) or not own_hooks:
-            return False
-    parameters = list(model.parameters())
-    return len({(p.dtype, p.device) for p in parameters}) == 1 and parameters[0].dtype.is_floating_point
-
-
-@torch.no_grad()
-def _agrees(decoder: Decoder, model: nn.Module) -> bool:
-    ids = (torch.arange(1, _PROBE + 1, device=decoder.device) * decoder.shape.vocab_size // (_PROBE + 2))[None]
-    positions = torch.arange(_PROBE, device=decoder.device)[None]
-    own = decoder(ids, positions, None, decoder.new_cache(1, _PROBE), [0]).logits
-    return _difference(own, model(input_ids=ids, use_cache=False).logits) <= _tolerance(decoder.dtype, 0.15)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _BACKENDS = ("sdpa", "eager")
-_NO_ATTENTION = ("moe", "mlp", "dense", "sparse")  # `layer_types` that say what the MLP is, or that there is none.
+_NO_ATTENTION = ("moe", "mlp", "dense", "sparse")
+# `layer_types` that say what the MLP is, or that there is none.
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,16 @@ def _check_cache(model: Any, name: str) -> None:
     from aquiline.targets.hf_cache import unsupported_layers
 
     kinds = getattr(model.config, "layer_types", None) or ()
-    allowed = ("full_attention", "sliding_attention", *_NO_ATTENTION)
-    odd = sorted(set(kinds) - set(allowed))
-    if getattr(model, "_is_stateful", False) or odd:
-        reason = f"layers of type {', '.join(odd)}" if odd else "a recurrent state (linear attention or Mamba)"
+    odd = ", ".join(sorted(set(kinds) - {"full_attention", "sliding_attention", *_NO_ATTENTION}))
+    if getattr(model, "_is_stateful", False):
+        reason = f"layers of type {odd}" if odd else "a recurrent state (linear attention or Mamba)"
         raise ValueError(
             f"{name} has {reason}, whose cache cannot roll back rejected drafts; decode it with transformers"
+        )
+    if odd or hasattr(model.config, "attention_types"):
+        raise ValueError(
+            f"{name} has layers of type {odd or 'local'}, whose mask a tree cannot express; "
+            "allowed: full_attention and sliding_attention; decode it with transformers"
         )
     layers = unsupported_layers(model.config)
     if layers:
@@ -112,26 +116,27 @@ def base_model(model: Any) -> Any:
     return base if base is not model else model.get_decoder()
 
 
-def mask_windows(model: Any) -> dict[str, int | None]:
-    """Layer type → sliding window or None; one entry "" where all layers share one mask."""
-    config = model.config
-    window = getattr(config, "sliding_window", None)
-    if window is not None and not _mentions(base_model(model), "sliding_window"):
-        window = None  # A configuration may carry a window that the model never reads.
+def window_size(config: Any) -> int | None:
+    """The sliding window that a configuration names, if any."""
+    for name in ("sliding_window", "local_attention"):
+        size = getattr(config, name, None)
+        if size is not None:
+            return int(size)
+    return None
+
+
+def mask_windows(config: Any) -> dict[str, int | None]:
+    """Layer type → sliding window or None, as declared; one entry "" where all layers share one mask.
+
+    Whether the model applies the window that its configuration names is for the probe to find out.
+    """
+    window = window_size(config)
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_NO_ATTENTION)
     windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
     if not windows:
         return {"": window}
     distinct = set(windows.values())
     return windows if len(distinct) > 1 else {"": distinct.pop()}
-
-
-def _mentions(base: nn.Module, word: str) -> bool:
-    module = sys.modules.get(type(base).forward.__module__)
-    try:
-        return module is None or word in inspect.getsource(module)
-    except OSError:
-        return True
 
 
 def position_limit(config: Any) -> tuple[int, bool]:
