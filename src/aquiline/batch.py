@@ -123,7 +123,9 @@ class Batch:
             return None
         emission = self._waiting.popleft()
         source, shared = self._longest_shared(emission.prompt)
-        row = source if shared and source in vacant else vacant[0]
+        # Among other slots the emptiest: what the others hold may serve a later prompt.
+        emptiest = min(vacant, key=lambda slot: int(self.state.cache.lengths[slot]))
+        row = source if shared and source in vacant else emptiest
         self._started[row] = dict(self.state.stats.seconds)
         if shared and row == source:
             self._keep(row, shared)

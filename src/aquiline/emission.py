@@ -27,7 +27,7 @@ class Emission:
     """
 
     def __init__(self, engine: Engine, request: Request, index: int, sample: int, seed: int) -> None:
-        params, prompt = request.params, request.tokens
+        params, prompt = request.params, list(request.tokens)
         self.index, self.sample, self.params = index, sample, params
         self.prompt = prompt
         self.seed = sample_seed(seed, sample)

@@ -30,7 +30,8 @@ def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Str
     """Decodes requests as one batch; yields what each gains as soon as it is certain.
 
     Requests that find no slot wait; a finished one leaves at once. An output depends on its own
-    request alone, not on what else is in the batch. Closing the iterator frees everything.
+    request alone, not on what else is in the batch (where a drafter draws its drafts: in
+    distribution, for they share one generator). Closing the iterator frees everything.
 
     Args:
         engine: the engine.
