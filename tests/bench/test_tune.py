@@ -20,7 +20,7 @@ from aquiline.bench.tune import Source, TuneSettings, read_tuned_tree, tune
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
-from aquiline.loading import make_drafter
+from aquiline.drafting import make_drafter
 from aquiline.tree import from_lists
 from tests import tiny
 from tests.bench.scripted import ScriptedDrafter, path_bed

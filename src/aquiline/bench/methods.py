@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from aquiline.checkpoints.head_names import SHIPPED, resolve_head
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
-from aquiline.loading import GPU_TREE, SHIPPED, make_drafter
+from aquiline.drafting import GPU_TREE, make_drafter
 from aquiline.targets.target import Target
 
 METHODS = {
@@ -176,8 +177,7 @@ def find_head(method: str, bed: Bed) -> Path:
     """
     kind = HEAD_OF[method]
     if kind in bed.heads:
-        given = Path(bed.heads[kind]).expanduser()
-        return given / "head" if (given / "head").is_dir() else given  # the output folder of a training
+        return resolve_head(bed.heads[kind])
     from aquiline.checkpoints.targets import target_fingerprint
 
     if bed.path is not None:
@@ -202,46 +202,32 @@ def _hf(spec: MethodSpec, bed: Bed) -> Method:
 
 
 def _with_head(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
-    if spec.name in ("eagle", "eagle2", "eagle3"):
-        defaults: dict[str, TreePolicy | None] = {"eagle": StaticTree(), "eagle2": _dynamic(bed), "eagle3": None}
-        drafter, _ = make_drafter(head, _policy(spec, bed) or defaults[spec.name], bed.target, bed.path)
-        assert drafter is not None
-        return drafter
+    if spec.name == "small-model":
+        return _small_model(spec, bed, head)
+    defaults: dict[str, TreePolicy] = {"eagle": StaticTree(), "eagle2": _dynamic(bed)}
+    drafter = _of_kind(spec, bed, head, _policy(spec, bed) or defaults.get(spec.name))
     if spec.name == "eagle3+lookup":
         from aquiline.drafters.merged import Merged
 
-        first, _ = make_drafter(head, _policy(spec, bed), bed.target, bed.path)
-        assert first is not None
-        return Merged(first, PromptLookup())
-    if spec.name == "small-model":
-        return _small_model(spec, bed, head)
-    return _parallel_heads(spec, bed, head)
+        return Merged(drafter, PromptLookup())
+    return drafter
 
 
-def _parallel_heads(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
-    from aquiline.checkpoints.final_heads import read_final_heads
-    from aquiline.drafters.hydra import Hydra
-    from aquiline.drafters.medusa import Medusa
-
-    policy = _policy(spec, bed)
-    if isinstance(policy, DynamicTree):
-        raise ValueError(f"{spec.label!r}: these heads draft static trees and chains; allowed: :static, :chain")
-    heads = read_final_heads(head, bed.target.shape, bed.target.dtype)
-    if heads.config.kind != spec.name:
-        raise ValueError(f"{head} holds {heads.config.kind} heads; method {spec.name} needs its own")
-    return (Medusa if spec.name == "medusa" else Hydra)(heads, bed.target, policy)
+def _of_kind(spec: MethodSpec, bed: Bed, head: Path, policy: TreePolicy | None) -> Drafter:
+    """The drafter of a head, which must be of the method's kind."""
+    drafter, name = make_drafter(head, policy, bed.target, bed.path)
+    kind = HEAD_OF[spec.name].replace("-", " ")
+    if drafter is None or not name.endswith(f"({kind})"):
+        raise ValueError(f"method {spec.name} needs a head of kind {HEAD_OF[spec.name]!r}, and {head} is {name}")
+    return drafter
 
 
 def _small_model(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
-    from aquiline.drafters.small_model import SmallModel
-    from aquiline.targets.loading import load_target
-
     options = dict(spec.options)
     sampled = bool(options.pop("sampled", 0))
-    policy = _policy(MethodSpec(spec.label, spec.name, "chain", tuple(options.items())), bed)
-    assert isinstance(policy, Chain)
-    model = load_target(head, bed.target.dtype, bed.target.device)
-    return SmallModel(model, bed.target, policy, sampled=sampled)
+    policy = _policy(MethodSpec(spec.label, spec.name, "chain", tuple(options.items())), bed) if options else None
+    drafter: Any = _of_kind(spec, bed, head, policy)
+    return type(drafter)(drafter.model, bed.target, drafter.policy, sampled=sampled)  # type: ignore[no-any-return]
 
 
 def _dynamic(bed: Bed) -> DynamicTree:

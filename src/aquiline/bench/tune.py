@@ -21,10 +21,11 @@ from aquiline.bench.runner import encode_turns, open_bed
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
 from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
 from aquiline.drafters.tuned import TunedChoice, read_tuned_tree, tree_record, write_tuned
-from aquiline.loading import make_drafter
+from aquiline.drafting import make_drafter
 
 __all__ = ["TuneReport", "TuneSettings", "read_tuned_tree", "tune"]
 
@@ -202,14 +203,15 @@ def _sources(bed: Bed, settings: TuneSettings) -> list[Source]:
             return found
     folder = draft
     head, name = make_drafter(folder, None, bed.target, bed.path)
-    default: TreePolicy = head.policy  # type: ignore[union-attr]
+    if not isinstance(head, EagleDrafter):
+        raise ValueError(f"{folder} is {name}; tune takes EAGLE heads (and always tries prompt lookup)")
 
     def make(policy: TreePolicy) -> Drafter:
         drafter, _ = make_drafter(folder, policy, bed.target, bed.path)
         assert drafter is not None
         return drafter
 
-    return [Source(folder, name, make, settings.largest, candidates(settings.largest), default), *found]
+    return [Source(folder, name, make, settings.largest, candidates(settings.largest), head.policy), *found]
 
 
 def _lookup_source() -> Source:
