@@ -189,6 +189,73 @@ def test_bfloat16_stays_within_the_noise_of_the_reference(family: str) -> None:
     assert error < 1.5 * noise
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_a_chain_has_the_bits_of_one_by_one_in_bfloat16(family: str) -> None:
+    _, copy = pack(family, torch.bfloat16)
+    assert copy.exact
+    length = 90  # crosses a block of keys
+    tokens = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(5))
+
+    def feed(width: int, decoys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cache, rows = copy.new_cache(1, length + 64), []
+        for start in range(0, length, width):
+            chain = tokens[:, start : start + width]
+            count = chain.shape[1]
+            fed = torch.cat((chain, (chain[:, :1] + 1).expand(-1, decoys) % VOCAB), 1)
+            seen = torch.ones(count + decoys, count + decoys).tril().bool()
+            seen[count:, 1:count] = False  # decoys hang below the first node, as a chain
+            positions = start + seen.sum(1)[None] - 1
+            out = copy.forward(fed, positions, seen[None] if decoys else None, cache, [0], ("final",))
+            assert out.features is not None
+            rows.append(torch.cat((out.logits[:, :count], out.features[:, :count].float()), -1))
+            commit(cache, torch.arange(count)[None], [0])
+        return torch.cat(rows, 1), cache.key_block[..., :length, :]
+
+    alone, keys = feed(1, 0)
+    for width, decoys in ((2, 0), (3, 0), (5, 0), (6, 5), (8, 24), (11, 0)):
+        together, same_keys = feed(width, decoys)
+        assert torch.equal(together, alone), (width, decoys)
+        assert torch.equal(same_keys, keys), (width, decoys)
+
+
+def test_rows_of_a_batch_have_the_bits_that_they_have_alone() -> None:
+    _, copy = pack("llama", torch.bfloat16)
+    lengths = [70, 3, 64, 20]
+    cache = fill(copy, lengths)
+    for width in (1, 4):
+        tokens, positions = chain(lengths, width)
+        together = copy.forward(tokens, positions, None, cache, [0, 1, 2, 3]).logits
+        for row in range(4):
+            alone = copy.forward(tokens[row : row + 1], positions[row : row + 1], None, cache, [row]).logits
+            assert torch.equal(alone[0], together[row]), (width, row)
+
+
+def test_a_node_may_see_later_nodes() -> None:
+    reference, copy = decoder("llama", torch.float32), packed(decoder("llama", torch.float32), exact=True)
+    assert copy is not None and copy.exact
+    ours, theirs = fill(copy, [60]), fill(reference, [60])
+    tokens, positions = chain([60], 8)
+    everyone = torch.ones(1, 8, 8, dtype=torch.bool)
+    assert_close(
+        copy.forward(tokens, positions, everyone, ours, [0]),
+        reference.forward(tokens, positions, everyone, theirs, [0]),
+    )
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_many_rows(exact: bool) -> None:
+    reference, copy = decoder("mistral", torch.float32), packed(decoder("mistral", torch.float32), exact)
+    assert copy is not None
+    lengths = [(7 * row) % 40 for row in range(12)]
+    ours, theirs = fill(copy, lengths), fill(reference, lengths)
+    for width in (1, 3):
+        tokens, positions = chain(lengths, width)
+        rows = list(range(12))
+        assert_close(
+            copy.forward(tokens, positions, None, ours, rows), reference.forward(tokens, positions, None, theirs, rows)
+        )
+
+
 def test_the_python_loop_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, copy = pack("qwen2")
     assert copy.compiled and "compiled loop" in copy.describe()

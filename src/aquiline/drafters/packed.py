@@ -12,14 +12,13 @@ from torch import Tensor
 from aquiline.cache import KVCache
 from aquiline.drafters.eagle import Eagle3Network, EagleNetwork, HeadConfig, Network
 from aquiline.targets.layers import DecoderLayer, RMSNorm
+from aquiline.targets.packed_frame import Frame, open_frame
 from aquiline.targets.packed_layers import (
-    Frame,
     attention_block,
     compiled,
     gated_mlp,
     linear,
     normalise,
-    open_frame,
 )
 from aquiline.targets.prepack import (
     LayerWeights,

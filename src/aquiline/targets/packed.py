@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from aquiline.cache import KVCache, new_cache
 from aquiline.targets.decoder import Decoder, DecoderConfig, gather_positions
 from aquiline.targets.layers import DecoderLayer
-from aquiline.targets.packed_layers import compiled, linear, normalise, open_frame, run_layers
+from aquiline.targets.packed_frame import open_frame
+from aquiline.targets.packed_layers import compiled, linear, normalise, run_layers
 from aquiline.targets.prepack import (
     LayerWeights,
     Linear,
@@ -35,6 +36,8 @@ from aquiline.targets.prepack import (
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
 
+LEAST_ROWS = 4
+
 
 class PackedDecoder:
     """The packed copy of a `Decoder`; implements `Target`. Made by `packed`.
@@ -45,9 +48,10 @@ class PackedDecoder:
         dtype: bfloat16 or float32.
         device: the CPU.
         compiled: whether the layers run in a compiled loop, or as plain Python.
+        exact: whether a node's bits must not depend on what else is forwarded.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, exact: bool) -> None:
         config = decoder.config
         self.config: DecoderConfig = config
         self.shape: TargetShape = decoder.shape
@@ -65,6 +69,7 @@ class PackedDecoder:
         self._head: Linear = pack_linear(decoder.lm_head.weight)
         self._rotary = RotaryTable(config.layer.rope, self.dtype, self.device)
         self._run, self.compiled = compiled(run_layers)
+        self.exact = exact
 
     def describe(self) -> str:
         """Names the path that forwards take, for `aquiline doctor` and for benchmarks."""
@@ -98,20 +103,16 @@ class PackedDecoder:
     ) -> TargetOutput:
         """See `Target.forward`.
 
-        A row's bits do not depend on how many others are forwarded with it, as long as its slot is
-        its position: a chain gives exactly what its tokens give one by one, in bfloat16 too.
+        With `exact`, a node's bits do not depend on what else is forwarded, as long as its slot is
+        its position: a chain gives exactly what its tokens give one by one.
         """
         config, sizes = self.config, self._sizes
         check_features(features, config.num_layers)
-        if tokens.numel() == 1:
-            # One row alone would take a matrix-vector kernel, which rounds differently.
-            alone = self.forward(
-                tokens.expand(1, 2), torch.cat((positions, positions + 1), 1), None, cache, rows, features, logits_at
-            )
-            first = alone.logits[:, :1] if logits_at is None else alone.logits
-            return TargetOutput(first, None if alone.features is None else alone.features[:, :1])
-        frame = open_frame(positions, ancestors, cache, rows, self._rotary, sizes, config.windows, exact=True)
-        batch, width = tokens.shape
+        width = tokens.shape[1]
+        tokens, positions, ancestors = with_dummies(tokens, positions, ancestors)
+        frame = open_frame(
+            positions, ancestors, cache, rows, self._rotary, sizes, config.windows, exact=self.exact, real=width
+        )
         hidden = nn.functional.embedding(tokens.reshape(-1, 1), self._embedding)
         wanted = sorted({f for f in features if isinstance(f, int) and f < config.num_layers})
         hidden, streams = self._run(hidden, self._layers, sizes, frame, self._rotated, wanted)
@@ -120,8 +121,8 @@ class PackedDecoder:
         taken |= {config.num_layers: hidden, "final": final}
         picked = None
         if features:
-            picked = torch.cat([taken[f] for f in features], dim=-1).view(batch, width, -1)
-        final = final.reshape(batch, width, -1)
+            picked = torch.cat([taken[f] for f in features], dim=-1).view(*tokens.shape, -1)[:, :width]
+        final = final.reshape(*tokens.shape, -1)[:, :width]
         return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -130,11 +131,37 @@ class PackedDecoder:
 
     def project(self, hidden: Tensor) -> Tensor:
         """See `Target.project`."""
+        if hidden.numel() == hidden.shape[-1]:  # as in `with_dummies`
+            alike = hidden.reshape(1, -1).expand(LEAST_ROWS, -1)
+            return linear(alike, self._head)[:1].float().view(*hidden.shape[:-1], -1)
         return linear(hidden, self._head).float()
 
 
-def packed(decoder: Decoder) -> PackedDecoder | None:
+def with_dummies(tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Appends nodes that nobody looks at where there are only one or two.
+
+    A matrix with one row takes a matrix-vector kernel, which rounds differently; and the kernels
+    for one and two rows take longer than the one for four.
+    """
+    batch, width = tokens.shape
+    if batch * width >= LEAST_ROWS - 1:
+        return tokens, positions, ancestors
+    count = LEAST_ROWS // batch - width
+    if ancestors is not None:
+        ancestors = nn.functional.pad(ancestors, (0, count, 0, count))
+    more = positions[:, -1:] + torch.arange(1, count + 1, device=positions.device)
+    return torch.cat((tokens, tokens[:, :1].expand(-1, count)), 1), torch.cat((positions, more), 1), ancestors
+
+
+def packed(decoder: Decoder, exact: bool | None = None) -> PackedDecoder | None:
     """Makes the fast copy of a decoder.
+
+    Args:
+        decoder: the original; drop it to free its weights.
+        exact: bits of a node must not depend on what else is forwarded, so that a chain of drafts is
+            verified with the bits of plain decoding. None: in bfloat16 alone, where the kernels
+            allow it and rounding decides between tokens often enough to matter. Off is faster for
+            many rows (`B ≥ 8`).
 
     Returns:
         None where this machine, the dtype or the device has no kernels for it; use the decoder
@@ -143,4 +170,4 @@ def packed(decoder: Decoder) -> PackedDecoder | None:
     if not packable(decoder.dtype, decoder.device):
         return None
     with torch.no_grad():
-        return PackedDecoder(decoder)
+        return PackedDecoder(decoder, decoder.dtype == torch.bfloat16 if exact is None else exact)

@@ -8,58 +8,15 @@ Where it cannot be compiled, the same functions run as they are.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache as once
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aquiline.cache import KVCache
-from aquiline.targets.attention import attention_mask, place
+from aquiline.targets.packed_frame import Frame
 from aquiline.targets.prepack import LayerWeights, Linear, Sizes
-from aquiline.targets.rope import RotaryTable
-
-
-class Frame(NamedTuple):
-    """What all layers of one forward share.
-
-    Attributes:
-        sign: (2, 1), +1 and -1, for `normalise`.
-        cos: (B, T, 1, 1, dim), ones beyond the rotated channels.
-        sin: as `cos`, negative in its first half and zero beyond the rotated channels: a rotation
-            is then x · cos + swapped(x) · sin.
-        half: half of the rotated channels.
-        masks: per layer (B, 1, R·group, span) additive, or None.
-        into: (B, T, kv_heads, group, dim) view of the buffer that rotated queries go to.
-        queries: (B, kv_heads, R·group, dim) view of the same buffer; R ≥ T, see `exact_rows`.
-        key_slots: per layer (B, T, kv_heads, dim), the slots that new keys go to; where rows
-            differ in length (rows, capacity, kv_heads, dim) with `rows` and `slots`.
-        value_slots: as `key_slots`.
-        rows: (B, 1) int64 or None.
-        slots: (B, T) int64 or None.
-        begins: first batch row of each run: batch rows whose cache rows are consecutive, too,
-            so that what the attention reads are views.
-        ends: one past the last batch row of each run.
-        keys: per run and layer (b, kv_heads, span, dim).
-        values: as `keys`.
-    """
-
-    sign: Tensor
-    cos: Tensor
-    sin: Tensor
-    half: int
-    masks: list[Tensor | None]
-    into: Tensor
-    queries: Tensor
-    key_slots: list[Tensor]
-    value_slots: list[Tensor]
-    rows: Tensor | None
-    slots: Tensor | None
-    begins: list[int]
-    ends: list[int]
-    keys: list[list[Tensor]]
-    values: list[list[Tensor]]
 
 
 def normalise(x: Tensor, weight: Tensor, sign: Tensor, eps: float) -> Tensor:
@@ -147,20 +104,23 @@ def products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
 
 def attend(frame: Frame, layer: int, scale: float) -> Tensor:
     """Attention of the queries in the frame's buffer: (M, 1, group · kv_heads · dim)."""
-    mask = frame.masks[layer]
-    parts: list[Tensor] = []
-    for run in range(len(frame.begins)):
-        begin, end = frame.begins[run], frame.ends[run]
-        queries = frame.queries[begin:end]
-        keys, values = frame.keys[run][layer], frame.values[run][layer]
-        seen = None if mask is None else mask[begin:end]
-        if end - begin >= 8 and queries.shape[2] <= 16:
-            part = products(queries, keys, values, seen, scale)
+    batch, width, heads, group, dim = frame.into.shape
+    first = frame.pieces[0]
+    single = first.end - first.begin == batch and first.last - first.first == width
+    size = 0 if single else width * group
+    whole = frame.into.new_zeros(batch, size, heads, dim)
+    for i in range(len(frame.pieces)):
+        piece, queries, mask = frame.pieces[i], frame.queries[i], frame.masks[i][layer]
+        keys, values = frame.keys[i][layer], frame.values[i][layer]
+        if not frame.exact and piece.end - piece.begin >= 8 and queries.shape[2] <= 16:
+            part = products(queries, keys, values, mask, scale)
         else:
-            part = flash(queries, keys, values, seen, scale)
-        parts.append(part.transpose(1, 2))
-    mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return mixed.reshape(frame.into.shape[0] * frame.into.shape[1], 1, -1)
+            part = flash(queries, keys, values, mask, scale)
+        part = part.transpose(1, 2)[:, : (piece.last - piece.first) * group]
+        if single:
+            return part.reshape(batch * width, 1, heads * group * dim)
+        whole[piece.begin : piece.end, piece.first * group : piece.last * group] = part
+    return whole.view(batch * width, 1, heads * group * dim)
 
 
 def attention_block(
@@ -239,110 +199,3 @@ def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
             return script(*arguments)
 
     return call, True
-
-
-KEY_BLOCK = 512
-"""Keys that the attention kernel takes at once. With spans in whole blocks every product has the
-same shape, whatever the length, so that its sums run in the same order."""
-
-
-def exact_rows(width: int, group: int) -> int:
-    """Number of nodes that the attention must be given for `width` nodes to come out exact.
-
-    The attention kernel cuts the T·group query rows of a key head into blocks of 32; a block of
-    fewer than four rows takes another kernel, with other rounding. Dummy nodes fill it up. Found
-    by comparing bits over lengths and widths (`benchmarks/exactness.py`); a test holds it.
-    """
-    while 0 < width * group % 32 < 4:
-        width += 1
-    return width
-
-
-def open_frame(
-    positions: Tensor,
-    ancestors: Tensor | None,
-    cache: KVCache,
-    rows: Sequence[int],
-    rotary: RotaryTable,
-    sizes: Sizes,
-    windows: Sequence[int | None],
-    offset: int = 0,
-    exact: bool = False,
-) -> Frame:
-    """Reserves the cache and prepares what all layers of one forward share.
-
-    Args:
-        positions: (B, T) int64.
-        ancestors: (B, T, offset + T) bool, or None for causal order.
-        cache: the cache.
-        rows: row slot of each batch row.
-        rotary: the table; its dtype is the weights'.
-        sizes: of the layers.
-        windows: per layer, the sliding window or None.
-        offset: uncommitted slots in use before the T new ones.
-        exact: a row's bits must not depend on what else is forwarded, see `exact_rows`.
-
-    Mutates: the capacity of `cache` where it is too small.
-    """
-    batch, width = positions.shape
-    placement = place(cache, rows, width, offset, KEY_BLOCK if exact else 1)
-    padded = exact_rows(width, sizes.group) if exact else width
-    starts, span = placement.starts, placement.span
-    half, cos, sin = _angles(positions, rotary, span, sizes.dim)
-    masks = {}
-    for window in set(windows):
-        mask = attention_mask(placement, positions, ancestors, window, rotary.dtype)
-        if mask is not None and padded > 1:
-            mask = torch.nn.functional.pad(mask, (0, 0, 0, padded - width)).repeat_interleave(sizes.group, dim=1)
-        masks[window] = None if mask is None else mask[:, None]
-    make = cos.new_zeros if padded > width else cos.new_empty
-    buffer = make(batch, padded, sizes.group, sizes.kv_heads, sizes.dim)
-    keys, values = cache.key_block.transpose(2, 3), cache.value_block.transpose(2, 3)
-    row_index = slots = None
-    if isinstance(placement.rows, slice) and min(starts) == max(starts):
-        new = (slice(None), placement.rows, slice(starts[0], starts[0] + width))
-        keys, values = keys[new], values[new]
-    else:
-        row_index = torch.tensor(rows)[:, None]
-        slots = torch.tensor(starts)[:, None] + torch.arange(width)
-    begins, ends, run_keys, run_values = _runs(cache, rows, span)
-    return Frame(
-        sign=cos.new_tensor([[1.0], [-1.0]]),
-        cos=cos,
-        sin=sin,
-        half=half,
-        masks=[masks[window] for window in windows],
-        into=buffer[:, :width].transpose(2, 3),
-        queries=buffer.flatten(1, 2).transpose(1, 2),
-        key_slots=list(keys.unbind(0)),
-        value_slots=list(values.unbind(0)),
-        rows=row_index,
-        slots=slots,
-        begins=begins,
-        ends=ends,
-        keys=run_keys,
-        values=run_values,
-    )
-
-
-def _angles(positions: Tensor, rotary: RotaryTable, span: int, dim: int) -> tuple[int, Tensor, Tensor]:
-    cos, sin = rotary.at(positions, span)
-    half = cos.shape[-1] // 2
-    sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    if 2 * half < dim:
-        cos = torch.nn.functional.pad(cos, (0, dim - 2 * half), value=1.0)
-        sin = torch.nn.functional.pad(sin, (0, dim - 2 * half))
-    return half, cos[:, :, None, None], sin[:, :, None, None]
-
-
-def _runs(
-    cache: KVCache, rows: Sequence[int], span: int
-) -> tuple[list[int], list[int], list[list[Tensor]], list[list[Tensor]]]:
-    breaks = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
-    begins, ends = [0, *breaks], [*breaks, len(rows)]
-    keys, values = [], []
-    for begin, end in zip(begins, ends, strict=True):
-        slots = slice(rows[begin], rows[begin] + end - begin)
-        keys.append(list(cache.key_block[:, slots, :, :span].unbind(0)))
-        values.append(list(cache.value_block[:, slots, :, :span].unbind(0)))
-    return begins, ends, keys, values
