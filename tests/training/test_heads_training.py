@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquiline.checkpoints.final_heads import read_final_heads
+from aquiline.checkpoints.final_heads import final_drafter, read_final_heads
 from aquiline.drafters.hydra import Hydra
 from aquiline.drafters.medusa import Medusa
 from aquiline.drafters.small_model import SmallModel
@@ -76,7 +76,8 @@ def test_trains_to_a_drafter_that_equals_plain(base, kind):
         heads = read_final_heads(base / kind / "head", target.shape)
         assert heads.target_fingerprint
         assert len(heads.config.accuracies) == 3
-        drafter = (Medusa if kind == "medusa" else Hydra)(heads, target)
+        drafter = final_drafter(base / kind / "head", target)
+        assert isinstance(drafter, Medusa if kind == "medusa" else Hydra)
     assert_equal_to_plain(target, drafter, tiny.prompts(3, seed=8), SamplingParams())
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from aquiline.checkpoints.draft_vocab import offsets, resolve_vocabulary
 from aquiline.checkpoints.head_files import read_head_files
-from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
-from aquiline.drafters.hydra import HydraNetwork
-from aquiline.drafters.medusa import MedusaNetwork
-from aquiline.targets.target import TargetShape
+from aquiline.drafters.final_heads import FinalDrafter, FinalHeads, FinalHeadsConfig, FinalNetwork
+from aquiline.drafters.hydra import Hydra, HydraNetwork
+from aquiline.drafters.medusa import Medusa, MedusaNetwork
+from aquiline.drafters.tree_policy import Chain, StaticTree
+from aquiline.targets.target import Target, TargetShape
 
 FORMAT = "aquiline-final-heads-1"
 
@@ -110,3 +111,21 @@ def write_final_heads(folder: str | Path, heads: FinalHeads, dtype: torch.dtype 
         (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in ("model.safetensors", "config.json"):
             os.replace(Path(scratch) / name, folder / name)
+
+
+def final_drafter(folder: str | Path, target: Target, policy: Chain | StaticTree | None = None) -> FinalDrafter:
+    """Reads Medusa or Hydra heads and makes their drafter, in the target's dtype.
+
+    Args:
+        folder: as `read_final_heads`.
+        target: the target.
+        policy: a chain or a static tree; None: the heads' own sparse tree.
+
+    Raises:
+        ValueError: for heads or a tree that do not fit.
+    """
+    heads = read_final_heads(folder, target.shape, target.dtype)
+    heads.network.to(target.device)
+    if heads.draft_to_target is not None:
+        heads.draft_to_target = heads.draft_to_target.to(target.device)
+    return Medusa(heads, target, policy) if heads.config.kind == "medusa" else Hydra(heads, target, policy)

@@ -82,7 +82,7 @@ class Hydra(FinalDrafter):
         network, paths = self.heads.network, self.paths(max_depth)
         assert isinstance(network, HydraNetwork)
         final = state.feature[list(rows)]
-        nodes_of = {(): [0]}
+        nodes_of: dict[tuple[int, ...], list[int]] = {(): [0]}
         for node, path in enumerate(paths, 1):
             nodes_of[path] = [*nodes_of[path[:-1]], node]
         lines = list(nodes_of.values())  # node → nodes from the root to it
