@@ -32,6 +32,7 @@ from aquiline.targets.packed import packed
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
 
+LEVELS = 5
 RESULTS = Path(__file__).parent / "results"
 Run = Callable[[], object]
 
@@ -85,6 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--generate-rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--allow-reference", action="store_true")
+    parser.add_argument("--note", default="", help="circumstances worth keeping with the results")
     return parser.parse_args()
 
 
@@ -135,7 +137,10 @@ def hf_forwards(model: Any, context: int, widths: list[int]) -> dict[int, Run]:
 
 
 def draft_steps(dtype: torch.dtype, context: int, widths: list[int]) -> dict[tuple[str, int], Run]:
-    """One level of an EAGLE-3 draft: network and logits of `width` siblings (random weights)."""
+    """A level of an EAGLE-3 draft: network and logits of `width` siblings (random weights).
+
+    Five levels in a row, as in a cycle: only the first finds the weights evicted by the target's.
+    """
     from aquiline.targets.decoder import config_from_hf
 
     sizes = config_from_hf(json.loads((fetch_embedded("smollm2") / "config.json").read_text()))
@@ -154,13 +159,19 @@ def draft_steps(dtype: torch.dtype, context: int, widths: list[int]) -> dict[tup
         arguments = (embedded, feedback, positions, siblings, cache, [0], rotary)
 
         def run() -> object:
-            if isinstance(network, PackedNetwork):
-                return network.logits(network.forward(*arguments))
-            return network.logits(forward_network(network, *arguments))
+            for _ in range(LEVELS):
+                if isinstance(network, PackedNetwork):
+                    logits = network.logits(network.forward(*arguments))
+                else:
+                    logits = network.logits(forward_network(network, *arguments))
+            return logits
 
         return run
 
-    networks = {"draft step, packed": packed_network(head.network), "draft step, reference": head.network}
+    networks = {
+        f"{LEVELS} draft levels, packed": packed_network(head.network),
+        f"{LEVELS} draft levels, reference": head.network,
+    }
     return {(name, width): step(n, width) for name, n in networks.items() if n is not None for width in widths}
 
 
@@ -231,6 +242,7 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "load_average": os.getloadavg()[0],
         "read_gigabytes_per_second": round(bandwidth(), 1),
+        "note": options.note,
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
 

@@ -1,8 +1,8 @@
 """A fast inference copy of `Decoder` for the CPU.
 
 Why it is fast: the weights are stored as oneDNN's kernels want them, so that none is reordered
-per call; q, k and v are one matrix; the activation, the gating product and both residual sums
-happen inside the matrix products; the queries of a key head are folded into the row axis of one
+per call; q, k and v are one matrix, gate and up another; both residual sums happen inside the
+matrix products; the queries of a key head are folded into the row axis of one
 attention call; and the twenty operations that are left of a layer run in a compiled loop.
 
 It computes what `Decoder` computes, rounded at fewer places: equal within the noise of the

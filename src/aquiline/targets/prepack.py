@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm
 
@@ -44,8 +44,7 @@ class LayerWeights(NamedTuple):
         head_norm: (group + 1, dim), the q and k norms in one, or None.
         out: columns sorted by (group, key head, dim), which is how the attention leaves them.
         second_norm: (2, H).
-        gate: of the MLP.
-        up: of the MLP.
+        gate_up: both of the MLP in one.
         down: of the MLP.
     """
 
@@ -54,8 +53,7 @@ class LayerWeights(NamedTuple):
     head_norm: Tensor | None
     out: Linear
     second_norm: Tensor
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
 
 
@@ -68,8 +66,7 @@ class Sizes(NamedTuple):
         dim: head dimension.
         eps: of the norms.
         scale: of the scores.
-        activation: name that oneDNN gives it, "swish" or "gelu".
-        algorithm: its variant, "" or "tanh".
+        gelu: whether the activation is GELU's tanh form, and not SiLU.
     """
 
     kv_heads: int
@@ -77,21 +74,18 @@ class Sizes(NamedTuple):
     dim: int
     eps: float
     scale: float
-    activation: str
-    algorithm: str
+    gelu: bool
 
 
 def sizes_of(config: LayerConfig) -> Sizes:
     """Reads the sizes that the packed layer needs."""
-    gelu = config.activation == "gelu_pytorch_tanh"
     return Sizes(
         kv_heads=config.num_kv_heads,
         group=config.num_heads // config.num_kv_heads,
         dim=config.head_dim,
         eps=config.rms_norm_eps,
         scale=config.head_dim**-0.5,
-        activation="gelu" if gelu else "swish",
-        algorithm="tanh" if gelu else "",
+        gelu=config.activation == "gelu_pytorch_tanh",
     )
 
 
@@ -99,6 +93,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Packs a (out, in) weight; keeps no reference to the original."""
     packed = _OPS._reorder_linear_weight(weight.detach().contiguous(), None)
     return Linear(packed, None if bias is None else bias.detach().clone())
+
+
+def _stacked(first: nn.Linear, second: nn.Linear) -> Linear:
+    bias = None if first.bias is None else torch.cat((first.bias, second.bias))
+    return pack_linear(torch.cat((first.weight, second.weight)), bias)
 
 
 def mirrored(norm: RMSNorm) -> Tensor:
@@ -135,8 +134,7 @@ def pack_layer(
         head_norm=head_norm,
         out=pack_linear(out.transpose(1, 2).flatten(1), attention.o_proj.bias),
         second_norm=mirrored(second_norm),
-        gate=pack_linear(mlp.gate_proj.weight, mlp.gate_proj.bias),
-        up=pack_linear(mlp.up_proj.weight, mlp.up_proj.bias),
+        gate_up=_stacked(mlp.gate_proj, mlp.up_proj),
         down=pack_linear(mlp.down_proj.weight, mlp.down_proj.bias),
     )
 
