@@ -64,8 +64,9 @@ def outputs(engine: Engine, params: SamplingParams, prompts: Sequence[list[int]]
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "drafter"), [*(("llama", name) for name in DRAFTERS), ("mistral", "knowing"), ("mistral", "eagle3-tree")]
+)
 def test_stops_as_transformers_does(family: str, drafter: str, rows: int) -> None:
     texts = [hf_text(family, tuple(prompt), LENGTH) for prompt in PROMPTS]
     first, second = texts[0][5], texts[1][11]
