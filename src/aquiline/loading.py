@@ -143,6 +143,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
     packed: bool = True,
+    exact: bool | None = None,
     adaptive: bool | None = None,
     lossy: LossyRule | None = None,
     max_rows: int = 8,
@@ -162,6 +163,8 @@ def load(
         dtype: of the weights; None takes bfloat16 where it is fast, else float32.
         device: where the target runs.
         packed: use the fast CPU copy where the machine has its kernels.
+        exact: whether the packed copy keeps a token's bits independent of what is forwarded with
+            it; None does so in bfloat16, where it decides near-ties. False is faster for many rows.
         adaptive: fall back towards plain decoding where speculation does not pay; None does so
             unless a tree or a drafter of your own was given.
         lossy: an acceptance rule that CHANGES the output distribution.
@@ -188,7 +191,7 @@ def load(
                 "transformers model, or a Target"
             )
         model = target_from_hf(target)
-    fast: Target = _fast_copy(model) if packed else model
+    fast: Target = _fast_copy(model, exact) if packed else model
     drafter, name = make_drafter(draft, tree, fast, path, packed)
     if drafter is not None:
         drafter = _watched(drafter, adaptive, tree is None and isinstance(draft, str | Path))
@@ -225,11 +228,11 @@ def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch
     return torch.bfloat16 if fast else torch.float32
 
 
-def _fast_copy(target: Any) -> Any:
+def _fast_copy(target: Any, exact: bool | None) -> Any:
     from aquiline.targets.decoder import Decoder
     from aquiline.targets.packed import packed
 
-    return (packed(target) or target) if isinstance(target, Decoder) else target
+    return (packed(target, exact) or target) if isinstance(target, Decoder) else target
 
 
 def _generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:
