@@ -246,6 +246,10 @@ def test_the_page_is_whole_and_needs_nothing_else(results: Results) -> None:
     assert addresses == ["data:,"]
     assert not re.search(r"url\(|@import|https?:", page)
     assert all(name in reader.text for name in DEFINITIONS)
+    chain = next(c for c in results["summary"] if c.get("alpha") and c["batch"] == 1 and c["task"] == "all")
+    shown = "".join(f"<td>{value:.3f}</td>" for value in chain["alpha"])
+    assert f"<td>{chain['method']}</td>{shown}" in page
+    assert f"<td>{chain['phases']['commit']:.1%}</td>" in page
     assert TITLES["mt_bench"] in reader.text and "no <head>" in reader.text
     assert "nan" not in page.lower().replace("finance", "")
     # Bars of two tasks and "all", for the one method that is not plain, in each temperature's two charts.

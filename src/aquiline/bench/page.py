@@ -20,7 +20,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { fo
 p.dim, figcaption, dd { color: var(--dim); font-size: 13px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: right; white-space: nowrap; }
+th, td { border-bottom: 1px solid var(--line); padding: .3rem .5rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: .5rem 0 1.5rem; } svg { width: 100%; height: auto; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
@@ -65,7 +65,7 @@ def _temperature_part(results: Mapping[str, Any], temperature: float) -> list[st
             if label not in leave_out and (points := _points(single, label, [*tasks, "all"], value))
         ]
 
-    out = [f"<h2>Temperature {temperature:g}</h2>", _table(single, list(colours))]
+    out = [f"<h2>Temperature {temperature:g}</h2>", _table(single, list(colours)), *_detail_tables(single)]
     axes = Axes("Speedup by task", "", "speedup against plain", groups, guide=1.0)
     out += ["<h3>Speedup by task</h3>", bar_chart(axes, by_task(_speedup_point, [PLAIN]))]
     axes = Axes("Mean accept length by task", "", "τ", groups, guide=1.0)
@@ -101,7 +101,8 @@ def _batch_part(results: Mapping[str, Any], cells: Sequence[Cell], colours: Mapp
         if label != PLAIN and points:
             series.append(Series(label, points, colour))
     axes = Axes("Speedup by batch size", "batch size", "speedup against plain", guide=1.0)
-    return [f"<h3>Speedup by batch size ({escape(TITLES.get(task, task))})</h3>", line_chart(axes, series)]
+    title = f"Speedup by batch size ({TITLES.get(task, task)}; batches above 1 hold first turns)"
+    return [f"<h3>{escape(title)}</h3>", line_chart(axes, series)]
 
 
 def replace_x(point: Point, x: float) -> Point:
@@ -139,6 +140,29 @@ def _table(cells: Sequence[Cell], labels: Sequence[str]) -> str:
     whole = {c["method"]: c for c in cells if c["task"] == "all"}
     rows = [_row(whole[label]) for label in labels if label in whole]
     return '<div class="wide"><table>' + _tr("th", heads) + "".join(_tr("td", row) for row in rows) + "</table></div>"
+
+
+PHASES = ("prefill", "draft", "target", "accept", "commit", "extend", "other")
+
+
+def _detail_tables(cells: Sequence[Cell]) -> list[str]:
+    """Where the time goes, and n-α of the chains, over all tasks."""
+    whole = [c for c in cells if c["task"] == "all"]
+    split = [[c["method"], *(f"{c['phases'].get(p, 0.0):.1%}" for p in PHASES)] for c in whole if c["phases"]]
+    chains = [c for c in whole if c.get("alpha")]
+    depth = max((len(c["alpha"]) for c in chains), default=0)
+    alphas = [[c["method"], *(f"{a:.3f}" for a in c["alpha"]), *["–"] * (depth - len(c["alpha"]))] for c in chains]
+    return [
+        *_titled_table("Time split", ("method", *PHASES), split),
+        *_titled_table("n-α", ("method", *(f"{n}-α" for n in range(depth))), alphas),
+    ]
+
+
+def _titled_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    body = "".join(_tr("td", row) for row in rows)
+    return [f"<h3>{escape(title)}</h3>", f'<div class="wide"><table>{_tr("th", heads)}{body}</table></div>']
 
 
 def _row(c: Cell) -> list[str]:
