@@ -124,10 +124,23 @@ def render(tokenizer: Any | None, messages: Sequence[Mapping[str, Any]]) -> str:
         raise ValueError("chat messages need a tokenizer with a chat template; pass a text with raw=True, or token ids")
     assert tokenizer is not None
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        texts = [_text_only(message) for message in messages]
+        text: str = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     return text
+
+
+def _text_only(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is one text, as templates of text models expect it."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"a message has content of type {kind!r}; allowed: text, this is a text model")
+    return {**message, "content": "".join(str(part["text"]) for part in content)}
 
 
 def _encode_text(tokenizer: Any | None, prompt: str, raw: bool) -> list[int]:

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+_GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# The same class before and since transformers 5.
+
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Loads the Hugging Face tokenizer in a folder.
@@ -22,7 +25,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     except (OSError, ValueError, AttributeError):
         name = None
     try:
-        if name == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").is_file():
+        if name in _GENERAL and (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -50,8 +50,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print results.json instead of the table")
     parser.add_argument("--list", action="store_true", help="list methods and tasks, and end")
     group = parser.add_argument_group("the papers' findings, reproduced small")
-    group.add_argument("--ablations", action="store_true", help="train small heads on equal data and compare them")
-    group.add_argument("--data", nargs="+", metavar="SET", help="training sets made by `aquiline prepare`")
+    group.add_argument(
+        "--ablations",
+        nargs="+",
+        metavar="SET",
+        help="train small heads on equal data (sets made by `prepare`) and compare",
+    )
     group.add_argument("--positions", type=int, help="positions that each head is trained on (default: 300,000)")
     group.add_argument("--seeds", nargs="+", type=int, help="each is one training of every head (default: 0 1 2)")
     group.add_argument("--heads", nargs="+", metavar="NAME", help="these heads alone")
@@ -64,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _list(arguments.json)
     if arguments.ablations:
         return _ablations(arguments)
-    for name in ("data", "positions", "seeds", "heads"):
+    for name in ("positions", "seeds", "heads"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} has no effect without --ablations; add it or leave --{name} out")
     from aquiline.bench.runner import run_bench
@@ -79,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _ablations(arguments: argparse.Namespace) -> int:
     from aquiline.bench.ablations import AblationSettings, run_ablations
 
-    names = (*_SHARED, "data", "positions", "seeds", "heads")
-    settings = AblationSettings(**_values(arguments, names))
+    names = (*_SHARED, "positions", "seeds", "heads")
+    settings = AblationSettings(data=tuple(arguments.ablations), **_values(arguments, names))
     report = run_ablations(settings, _trainer(arguments), quiet=arguments.quiet)
     print(json.dumps(report.results) if arguments.json else report.markdown)
     logger.info("results: %s", report.folder)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import sys
 import typing
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -74,10 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     heads = arguments.kind in KINDS
     given = _given(arguments, HeadsSettings if heads else TrainSettings)
     given["target"] = str(resolve_target(arguments.target))
-    if heads:
-        report = train_heads(HeadsSettings(**given), resume=arguments.resume)
-    else:
-        report = train(TrainSettings(**given), resume=arguments.resume)
+    with _progress(arguments):
+        if heads:
+            report = train_heads(HeadsSettings(**given), resume=arguments.resume)
+        else:
+            report = train(TrainSettings(**given), resume=arguments.resume)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report)))
         return 0
@@ -89,6 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
     if report.stopped == "finished":
         print(f'use it: aquiline generate --target {arguments.target} --draft {arguments.output} "…"')
     return 0
+
+
+@contextmanager
+def _progress(arguments: argparse.Namespace) -> Iterator[None]:
+    """Where the lines of a training go: nowhere, or away from the JSON, if that was asked for."""
+    with ExitStack() as stack:
+        if arguments.quiet:
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        elif arguments.json:
+            stack.enter_context(redirect_stdout(sys.stderr))
+        yield
 
 
 def _given(arguments: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype, half: float) -> float:
+    """The largest `difference` of two ways to compute the same; `half` is that of 16-bit dtypes."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else half
 
 

@@ -30,6 +30,10 @@ def load_target(path: str | Path, dtype: torch.dtype, device: torch.device | str
     folder = Path(path)
     check_target_folder(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("is_encoder_decoder"):
+        raise ValueError(
+            f"{folder} is an encoder-decoder ({config.get('model_type')}); allowed: decoder-only causal language models"
+        )
     if config.get("model_type") in FAMILIES and not config.get("quantization_config"):
         try:
             own = config_from_hf(config)
@@ -79,6 +83,13 @@ def _load_with_transformers(folder: Path, dtype: torch.dtype, device: torch.devi
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        raise ValueError(
+            f"{folder} is no causal language model (model_type {kind!r}); allowed: one that AutoModelForCausalLM loads"
+        ) from error
     except (OSError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"transformers cannot load {folder} ({reason}); fetch it again") from error

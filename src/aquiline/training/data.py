@@ -366,10 +366,11 @@ def _progress_line(shown: bool) -> Iterator[Callable[[_Tally], None]]:
     if not shown:
         yield lambda tally: None
         return
+    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("reading")
 
         def show(tally: _Tally) -> None:

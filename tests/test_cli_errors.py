@@ -1,0 +1,291 @@
+"""Bad input: one line with the value, what is allowed, and the remedy; exit 2, or 1 for a failure."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.command_line import Result, call, write_eagle, write_target
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a head that fits it."""
+    folder = tmp_path_factory.mktemp("cli-errors")
+    write_eagle(folder / "head", "eagle3", write_target(folder / "target"))
+    write_eagle(folder / "head1", "eagle")
+    return folder
+
+
+@pytest.fixture
+def aquiline(base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command in the folder; without a network."""
+    monkeypatch.chdir(base)
+    monkeypatch.setenv("AQUILINE_CACHE", str(base / "cache"))
+
+    def run(*words: object) -> Result:
+        return call(capsys, *words)
+
+    return run
+
+
+def refused(result: Result, *parts: str, code: int = 2) -> None:
+    assert result.code == code, (result.code, result.err)
+    assert all(part in result.error for part in parts), result.error
+    assert result.out == ""
+
+
+GENERATE = ("generate", "x", "--target", "target", "--max-new-tokens", "2")
+
+VALUES = {
+    "negative temperature": (("--temperature", "-1"), ("temperature is -1.0", "≥ 0")),
+    "nan temperature": (("--temperature", "nan"), ("temperature is nan", "a finite number")),
+    "temperature no number": (("--temperature", "warm"), ("--temperature", "'warm'", "generate --help")),
+    "top_p zero": (("--top-p", "0"), ("top_p is 0.0", "(0, 1]")),
+    "top_p above one": (("--top-p", "1.5"), ("top_p is 1.5", "(0, 1]")),
+    "top_k": (("--top-k", "-3"), ("top_k is -3", "≥ 0")),
+    "min_p": (("--min-p", "1"), ("min_p is 1.0", "[0, 1)")),
+    "penalty": (("--repetition-penalty", "0"), ("repetition_penalty is 0.0", "> 0")),
+    "budget": (("--max-new-tokens", "-1"), ("max_new_tokens is -1", "≥ 0")),
+    "least": (("--min-new-tokens", "5"), ("min_new_tokens is 5", "max_new_tokens (2)")),
+    "n": (("--n", "0"), ("n is 0", "≥ 1")),
+    "stop": (("--stop", ""), ("stop is", "non-empty")),
+    "rows": (("--rows", "0"), ("max_rows is 0", "≥ 1")),
+    "threads": (("--threads", "0"), ("--threads is 0", "≥ 1")),
+    "dtype": (("--dtype", "int4"), ("--dtype", "'int4'", "'bfloat16'")),
+    "beams": (("--num-beams", "4"), ("unknown arguments: --num-beams 4", "generate --help")),
+    "tree form": (("--tree", "bush:3"), ("'bush:3' is not a tree", "chain:DEPTH")),
+    "tree numbers": (("--tree", "dynamic:10,x,2"), ("'dynamic:10,x,2' is not a tree", "dynamic:NODES,DEPTH,TOPK")),
+    "tree too full": (
+        ("--draft", "head", "--tree", "dynamic:500,2,3"),
+        ("num_nodes 500 cannot be filled", "at most 13 nodes", "lower num_nodes"),
+    ),
+    "tree depth": (("--tree", "chain:0"), ("chain depth is 0", "≥ 1")),
+    "tree of lookup": (("--draft", "prompt-lookup", "--tree", "static"), ("prompt lookup drafts chains", "Chain")),
+    "lossy form": (("--lossy", "vague"), ("'vague' is not a rule", "typical")),
+    "lossy greedy": (("--lossy", "typical"), ("temperature is 0", "temperature > 0")),
+    "file and words": (("--file", "x.txt"), ("both as arguments and by --file", "use one")),
+    "no target": (("--target", "nosuch"), ("unknown target 'nosuch'", "smollm2", "hub id")),
+    "no draft": (("--draft", "nosuch"), ("unknown draft head 'nosuch'", "prompt-lookup", "hub id")),
+    "head as target": (("--target", "head"), ("holds a draft head", "give it as the draft")),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values(aquiline: Any, case: str) -> None:
+    options, parts = VALUES[case]
+    refused(aquiline(*GENERATE, *options), *parts)
+
+
+PROMPTS = {
+    "ids": ([5, 9999], ("token id 9999", "0 … 257")),
+    "negative id": ([5, -1], ("token id -1", "0 … 257")),
+    "mixture": ([5, "x"], ("neither a message nor a token id",)),
+    "image": ([{"role": "user", "content": [{"type": "image", "url": "x.png"}]}], ("'image'", "allowed: text")),
+    "number": (5, ("line 1: no prompt", "a list of token ids")),
+    "empty": ([], ("line 1: no prompt",)),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_prompts(aquiline: Any, base: Path, case: str) -> None:
+    prompt, parts = PROMPTS[case]
+    file = base / f"{case}.jsonl"
+    file.write_text(json.dumps(prompt))
+    refused(aquiline("generate", "--file", file, "--target", "target"), *parts)
+
+
+def test_prompt_files(aquiline: Any, base: Path) -> None:
+    refused(aquiline("generate", "--file", "missing.txt"), "'missing.txt' cannot be read", "UTF-8 text file")
+    (base / "broken.jsonl").write_text('"fine"\n{"prompt": \n')
+    refused(aquiline("generate", "--file", "broken.jsonl"), "broken.jsonl, line 2: not JSON")
+    (base / "blank.txt").write_text("\n\n")
+    refused(aquiline("generate", "--file", "blank.txt"), "blank.txt holds no prompt")
+    (base / "latin.txt").write_bytes("é".encode("latin-1"))
+    refused(aquiline("generate", "--file", "latin.txt"), "UTF-8")
+    long = "x " * 600
+    refused(aquiline("generate", long, "--target", "target"), "the context of this model is 512", "shorten the prompt")
+
+
+HEADS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "layers": ({"features": (2, 3, 11)}, ("11", "7 layers")),
+    "width": ({"target_hidden_size": 32}, ("hidden_size 32", "this target has 48")),
+    "vocabulary": ({"vocab_size": 97}, ("97", "258")),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("command", ["inspect", "generate", "export"])
+def test_heads_for_another_target(aquiline: Any, base: Path, case: str, command: str) -> None:
+    changes, parts = HEADS[case]
+    folder = base / f"head-{case}"
+    if not folder.exists():
+        write_eagle(folder, **changes)
+    words = {
+        "inspect": ("inspect", folder, "--target", "target"),
+        "generate": (*GENERATE, "--draft", folder),
+        "export": ("export", folder, "--to", "vllm", "--target", "target"),
+    }
+    refused(aquiline(*words[command]), *parts)
+
+
+def test_a_head_of_another_target_of_the_same_sizes_is_a_warning(aquiline: Any, base: Path) -> None:
+    other = write_target(base / "finetuned")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 1
+    weights.write_bytes(bytes(content))
+    result = aquiline("generate", "x", "--target", other, "--draft", "head", "--max-new-tokens", 2)
+    assert result.code == 0 and "warning: the head in head was trained for another target" in result.err
+
+
+class Danger:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, ("import pathlib; pathlib.Path('DANGER').touch()",)
+
+
+def test_broken_and_dangerous_files(aquiline: Any, base: Path) -> None:
+    cut = shutil.copytree(base / "head", base / "cut")
+    (cut / "model.safetensors").write_bytes((base / "head" / "model.safetensors").read_bytes()[:-50])
+    for words in (("inspect", cut), (*GENERATE, "--draft", cut)):
+        refused(aquiline(*words), "cut/model.safetensors is not whole")
+    evil = base / "evil"
+    evil.mkdir()
+    shutil.copy(base / "head" / "config.json", evil)
+    (evil / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Danger()}))
+    for words in (("inspect", evil), (*GENERATE, "--draft", evil)):
+        refused(aquiline(*words), "evil/pytorch_model.bin", "safetensors")
+    pickled = shutil.copytree(base / "target", base / "pickled")
+    (pickled / "model.safetensors").unlink()
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Danger()}))
+    refused(aquiline("generate", "x", "--target", pickled), "pickled .bin files only", "save_pretrained")
+    assert not list(base.rglob("DANGER"))
+    short = shutil.copytree(base / "target", base / "short")
+    (short / "model.safetensors").write_bytes((base / "target" / "model.safetensors").read_bytes()[:-50])
+    refused(aquiline("generate", "x", "--target", short), "not a whole safetensors file", "fetch it again")
+    for name, content in (("cut.gguf", b"GGUF\x03\x00\x00\x00\x05"), ("text.gguf", b"hello, hello, hello")):
+        (base / name).write_bytes(content)
+        refused(aquiline("generate", "x", "--target", name), name)
+        refused(aquiline("inspect", name), name)
+    bare = shutil.copytree(base / "target", base / "bare")
+    (bare / "tokenizer.json").unlink()
+    refused(aquiline("generate", "x", "--target", bare), "no tokenizer", "tokenizer.json")
+
+
+def test_models_that_are_no_targets(aquiline: Any, base: Path) -> None:
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    torch.manual_seed(0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(base / "t5")
+    refused(aquiline("generate", "x", "--target", "t5"), "t5 is an encoder-decoder", "decoder-only")
+    transformers.ViTModel(
+        transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    ).save_pretrained(base / "vit")
+    refused(aquiline("generate", "x", "--target", "vit"), "no causal language model", "'vit'")
+    (base / "nothing").mkdir()
+    refused(aquiline("generate", "x", "--target", "nothing"), "nothing has no config.json")
+    refused(aquiline("generate", "x", "--target", base / "head" / "config.json"), "is not a target", "give its folder")
+
+
+COMMANDS = {
+    "nothing": ((), ("COMMAND",)),
+    "unknown command": (("generat",), ("invalid choice: 'generat'", "'generate'")),
+    "export format": (("export", "head", "--to", "tensorrt", "--target", "target"), ("'tensorrt'", "'vllm'")),
+    "export method": (
+        ("export", "head1", "--to", "openvino", "--target", "target"),
+        ("it knows EAGLE-3 heads only", "Formats that can hold it: safeailab, vllm"),
+    ),
+    "gguf without the target's": (("export", "head", "--to", "gguf", "--target", "target"), ("the target's own GGUF",)),
+    "serve without engine": (("serve",), ("--engine is None", "allowed: vllm", "no server of its own yet")),
+    "serve engine": (("serve", "--engine", "tgi"), ("--engine is 'tgi'", "vllm")),
+    "serve json": (("serve", "--engine", "vllm", "--json"), ("--dry-run",)),
+    "serve no head": (("serve", "--engine", "vllm", "--target", "target"), ("no shipped head", "aquiline train")),
+    "serve own flag": (
+        ("serve", "--engine", "vllm", "--target", "target", "--draft", "head", "--dry-run", "--", "-sc", "{}"),
+        ("-sc is composed here",),
+    ),
+    "serve tokens": (
+        ("serve", "--engine", "vllm", "--target", "target", "--draft", "head", "--dry-run", "--draft-tokens", "0"),
+        ("num_draft_tokens is 0", "≥ 1"),
+    ),
+    "bench method": (("bench", "--methods", "magic"), ("unknown method 'magic'", "prompt-lookup")),
+    "bench task": (("bench", "--tasks", "chess", "--target", "target"), ("unknown task 'chess'", "mt_bench")),
+    "bench per task": (("bench", "--per-task", "0"), ("per_task is 0", "≥ 1")),
+    "bench budget": (("bench", "--max-new-tokens", "0"), ("max_new_tokens is 0", "≥ 1")),
+    "bench head form": (("bench", "--head", "magic"), ("--head is 'magic'", "KIND=FOLDER", "medusa")),
+    "bench lacks a head": (
+        ("bench", "--methods", "medusa", "--target", "target", "--output", "nohead"),
+        ("medusa needs a head", "aquiline train"),
+    ),
+    "bench seeds": (("bench", "--seeds", "1"), ("--seeds has no effect without --ablations",)),
+    "ablations without data": (("bench", "--ablations", "--target", "target"), ("--ablations", "at least one")),
+    "ablations head": (("bench", "--ablations", "x", "--heads", "y"), ("unknown head 'y'", "there are: eagle")),
+    "tune prompts": (("tune", "--num-prompts", "1"), ("num_prompts is 1", "≥ 2")),
+    "tune file": (("tune", "nowhere.txt", "--target", "target"), ("nowhere.txt is neither a folder nor a file",)),
+    "prepare missing": (("prepare", "nowhere.json", "--output", "o", "--target", "target"), ("nowhere.json",)),
+    "prepare endpoint": (("prepare", "x", "--output", "o", "--endpoint", "http://x"), ("without --regenerate",)),
+    "train data": (("train", "nowhere", "--output", "r", "--target", "target"), ("nowhere",)),
+    "train method": (("train", "x", "--output", "r", "--method", "dice"), ("'dice'", "'medusa'")),
+    "train setting": (
+        ("train", "x", "--output", "r", "--method", "eagle3", "--num-heads", "3", "--target", "target"),
+        ("--num-heads has no effect with --method eagle3",),
+    ),
+    "train other setting": (
+        ("train", "x", "--output", "r", "--method", "medusa", "--ttt-steps", "3", "--target", "target"),
+        ("--ttt-steps has no effect with --method medusa",),
+    ),
+    "train value": (
+        ("train", "x", "--output", "r", "--ttt-steps", "0", "--target", "target"),
+        ("ttt_steps is 0", "at least 1"),
+    ),
+    "demo repeats": (("demo", "--repeats", "0"), ("--repeats is 0", "≥ 1")),
+    "completion": (("completion", "fish"), ("'fish'", "'bash'")),
+    "inspect": (("inspect", "nosuch"), ("unknown draft head 'nosuch'",)),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_commands(aquiline: Any, case: str) -> None:
+    words, parts = COMMANDS[case]
+    refused(aquiline(*words), *parts)
+
+
+FAILURES: dict[str, tuple[Exception, int, tuple[str, ...]]] = {
+    "memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), 1, ("out of memory", "--rows")),
+    "cuda memory": (RuntimeError("CUDA out of memory. Tried"), 1, ("out of memory", "--dtype")),
+    "failure": (RuntimeError("the server\nsaid no"), 1, ("the server said no",)),
+    "missing package": (ModuleNotFoundError("x", name="pyarrow.ipc"), 1, ("'pyarrow.ipc'", "aquiline[train]")),
+    "disk": (OSError(28, "No space left on device", "out"), 1, ("out: No space left on device",)),
+    "bug": (KeyError("x"), 1, ("KeyError", "--debug")),
+    "interrupt": (KeyboardInterrupt(), 130, ()),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failures_exit_with_one(aquiline: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error, code, parts = FAILURES[case]
+
+    def fail(arguments: Any) -> int:
+        raise error
+
+    monkeypatch.setattr("aquiline.commands.doctor.run", fail)
+    result = aquiline("doctor")
+    if case == "interrupt":
+        assert (result.code, result.err) == (130, "interrupted\n")
+        return
+    refused(result, *parts, code=code)
+
+
+def test_debug_shows_the_traceback(aquiline: Any) -> None:
+    with pytest.raises(ValueError, match="temperature is -1"):
+        aquiline(*GENERATE, "--temperature", "-1", "--debug")
