@@ -1,0 +1,104 @@
+"""What the documents tell people to type: it runs, or at least every option of it exists."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from aquiline.cli import COMMANDS, build_parser
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/interop.md", "docs/findings.md")
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(document: str, *languages: str) -> list[str]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    found = re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [body for language, body in found if language in languages]
+
+
+def shell_lines(document: str) -> list[list[str]]:
+    """The commands of the shell blocks, word by word; without comments, pipes into files, and `…`."""
+    lines = []
+    for block in blocks(document, "bash", "sh", "shell", "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in re.split(r"\s(?:\||&&)\s", line.removeprefix("$ ")):
+                words = shlex.split(command, comments=True)
+                if ">" in words:
+                    words = words[: words.index(">")]
+                if words:
+                    lines.append([word for word in words if word != "…"])
+    return lines
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_shell_commands_exist(document: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for words in shell_lines(document):
+        if words[0].endswith("aquiline"):
+            parsed = build_parser(words[1]).parse_args(words[1:])
+            assert parsed.command in COMMANDS
+        elif words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_blocks_compile_and_import_what_exists(document: str) -> None:
+    for block in blocks(document, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aquiline"):
+                module = import_module(node.module or "")
+                assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "docs/ARCHITECTURE.md", "docs/results-schema.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    folder = (ROOT / document).parent
+    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (folder / path) if path else ROOT / document
+        assert target.exists(), f"{document} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{document} links to {link}"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+def test_python_blocks_run_one_after_another(document: str, smollm2_folder: Path) -> None:
+    assert smollm2_folder.is_dir()
+    names: dict[str, object] = {}
+    for number, block in enumerate(blocks(document, "python")):
+        # Fewer tokens than people would ask for: the words are not the point here.
+        short = re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", block)
+        exec(compile(short, f"{document}, block {number}", "exec"), names)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("example", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_examples_run(example: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert smollm2_folder.is_dir()
+    source = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", example.read_text(encoding="utf-8"))
+    source = source.replace("total_positions=4_000", "total_positions=400").replace("1_000", "200")
+    exec(compile(source, str(example), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_doctests() -> None:
+    failed = tested = 0
+    for file in sorted((ROOT / "src" / "aquiline").rglob("*.py")):
+        if ">>>" in file.read_text(encoding="utf-8"):
+            parts = file.relative_to(ROOT / "src").with_suffix("").parts
+            result = doctest.testmod(import_module(".".join(part for part in parts if part != "__init__")))
+            failed, tested = failed + result.failed, tested + result.attempted
+    assert failed == 0, f"{failed} of {tested} doctests"
