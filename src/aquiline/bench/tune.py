@@ -20,6 +20,7 @@ from aquiline.bench.records import Record
 from aquiline.bench.runner import encode_turns, open_bed
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
+from aquiline.checkpoints.head_names import SHIPPED
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.prompt_lookup import PromptLookup
@@ -197,13 +198,15 @@ def _sources(bed: Bed, settings: TuneSettings) -> list[Source]:
     draft = settings.draft
     if draft == "auto":
         try:
-            draft = str(find_head("eagle3", bed))
+            head = find_head("eagle3", bed)
+            # By its name: the file must hold on another machine too.
+            draft = head.name if head.parent == SHIPPED else str(head)
         except ValueError as error:
             logger.info("prompt lookup alone is tuned: %s", error)
             return found
     folder = draft
-    head, name = make_drafter(folder, None, bed.target, bed.path)
-    if not isinstance(head, EagleDrafter):
+    first, name = make_drafter(folder, None, bed.target, bed.path)
+    if not isinstance(first, EagleDrafter):
         raise ValueError(f"{folder} is {name}; tune takes EAGLE heads (and always tries prompt lookup)")
 
     def make(policy: TreePolicy) -> Drafter:
@@ -211,7 +214,7 @@ def _sources(bed: Bed, settings: TuneSettings) -> list[Source]:
         assert drafter is not None
         return drafter
 
-    return [Source(folder, name, make, settings.largest, candidates(settings.largest), head.policy), *found]
+    return [Source(folder, name, make, settings.largest, candidates(settings.largest), first.policy), *found]
 
 
 def _lookup_source() -> Source:
