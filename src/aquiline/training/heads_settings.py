@@ -25,8 +25,8 @@ class HeadsSettings:
         own_lm_head: one LM head of the heads' own, trained, instead of the target's.
         num_layers: layers of the small model; half of them are copies of the target's first,
             half of its last ones.
-        draft_vocab_size: ids that heads draft; for a small model, ids that the loss is computed
-            over (it can draft all). At least V: all.
+        draft_vocab_size: ids that heads draft (None: 8192); for a small model, which can draft
+            all, ids that the loss is computed over (None: all).
         data_weights: share of positions of each training set; empty: by their size.
         validation: training sets whose validation split is measured; empty: all of `data`.
         features: folder that keeps the target's features; None computes them each time. A
@@ -59,7 +59,7 @@ class HeadsSettings:
     num_blocks: int = 1
     own_lm_head: bool = False
     num_layers: int = 4
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int | None = None
     data_weights: tuple[float, ...] = ()
     validation: tuple[str, ...] = ()
     features: str | None = None
@@ -67,7 +67,7 @@ class HeadsSettings:
     depth_decay: float = 0.8
     loss: str = "kl"
     max_length: int = 512
-    batch_positions: int = 4096
+    batch_positions: int = 2048
     micro_positions: int = 512
     lr: float = 1e-3
     muon_lr: float = 0.02
@@ -95,12 +95,17 @@ class HeadsSettings:
         if weights and (len(weights) != len(self.data) or min(weights) < 0 or not sum(weights)):
             raise ValueError(f"data_weights {weights} must give a share ≥ 0 for each of {len(self.data)} data sets")
         for name in ("num_heads", "num_blocks", "num_layers", "draft_vocab_size", "batch_positions", "total_positions"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_length < 3:
             raise ValueError(f"max_length is {self.max_length}; it must be at least 3")
         if not 0 <= self.decay_share <= 1:
             raise ValueError(f"decay_share is {self.decay_share}; allowed: 0 … 1")
+
+    def vocabulary_size(self, whole: int) -> int:
+        """Ids that the loss is computed over, of a target of `whole` tokens."""
+        usual = whole if self.kind == "small-model" else 8192
+        return min(self.draft_vocab_size or usual, whole)
 
     def record(self) -> dict[str, Any]:
         """The settings as JSON-able values."""

@@ -113,8 +113,9 @@ def _start(settings: HeadsSettings) -> _Run:
         )
     sets = [open_training_set(path) for path in settings.data]
     vocabulary, rows = None, target.lm_head.weight.detach()
-    if settings.draft_vocab_size < target.shape.vocab_size:
-        vocabulary = draft_vocabulary(sets, settings.draft_vocab_size, target.shape.vocab_size)
+    size = settings.vocabulary_size(target.shape.vocab_size)
+    if size < target.shape.vocab_size:
+        vocabulary = draft_vocabulary(sets, size, target.shape.vocab_size)
         rows = rows[vocabulary].contiguous()
     student = new_student(settings, target, rows)
     named = list(student.network.named_parameters())
