@@ -12,6 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from aquiline import decode
+from aquiline.checkpoints.embedded import fetch_embedded
+from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.hf import HFTarget, target_from_hf
 from aquiline.targets.loading import load_target
@@ -214,3 +218,25 @@ def test_the_adapter_and_our_decoder_agree_on_smollm2(smollm2_folder: Path) -> N
     assert found.features is not None and expected.features is not None
     torch.testing.assert_close(found.logits, expected.logits, atol=2e-3, rtol=1e-4)
     torch.testing.assert_close(found.features, expected.features, atol=5e-3, rtol=1e-3)
+
+
+@pytest.mark.real
+def test_gemma3_with_prompt_lookup_equals_transformers() -> None:
+    """A real model of another family, its context beyond the window of 512 tokens."""
+    from tokenizers import Tokenizer
+
+    folder = fetch_embedded("gemma3-270m")
+    target = load_target(folder, torch.float32)
+    assert isinstance(target, HFTarget) and set(target._windows.values()) == {None, 512}
+    text = "Copy the list exactly.\n" + "apple, river, stone, violin, cloud, lantern;\n" * 44
+    prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    assert len(prompt) > 520
+    ids = target.model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+    stats, drafter = GenerationStats(), PromptLookup(depth=5, num_branches=2)
+    state = decode.new_state(target, drafter, 1, 600)
+    request = decode.Row(list(prompt), tiny.chooser(prompt), stats)
+    found = list(decode.prefill(target, drafter, state, 0, request).tokens)
+    while len(found) < 16:
+        found += decode.step(target, drafter, state, [0])[0].tokens
+    assert found[:16] == ids.tolist()
+    assert stats.accepted > 0
