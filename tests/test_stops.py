@@ -57,6 +57,18 @@ def test_pieces_join_to_the_tokenizers_decoding(name: str, data: st.DataObject) 
     assert text + detokenizer.finish() == decode(tokenizer, tokens)
 
 
+def test_a_special_token_does_not_end_a_run_of_bytes() -> None:
+    """Decoding skips special tokens first, so the bytes on both sides make one character."""
+    tokenizer = byte_fallback()
+    tokens = tokenizer.convert_tokens_to_ids(["<0xE2>", "<turn>", "<0x82>", "<0xAC>", "a"])
+    detokenizer, shown = Detokenizer(tokenizer), []
+    for token in tokens:
+        detokenizer.add(token)
+        shown.append(detokenizer.release())
+    assert shown == ["", "", "", "", "€a"]
+    assert decode(tokenizer, tokens) == "€a"
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

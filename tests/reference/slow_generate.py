@@ -21,7 +21,8 @@ class SlowOutput:
 
 def certain_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of `tokens` that no later token can change."""
-    special = set(tokenizer.all_special_ids)
+    # Not `all_special_ids`: that names only tokens with a role, and decoding skips all special ones.
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     tokens = [t for t in tokens if t not in special]
     while tokens and tokenizer.convert_ids_to_tokens(tokens[-1]).startswith("<0x"):
         tokens.pop()
