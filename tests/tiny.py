@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(_FAMILIES)
 
 
-@lru_cache(maxsize=None)
+@cache
 def hf_model(family: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
     """A 7-layer random model of a family; weights scaled so that 64 greedy tokens vary."""
     name, extra = _FAMILIES[family]
@@ -79,7 +79,7 @@ def hf_model(family: str, dtype: torch.dtype = torch.float64) -> transformers.Pr
     return model
 
 
-@lru_cache(maxsize=None)
+@cache
 def decoder(family: str, dtype: torch.dtype = torch.float64) -> Decoder:
     """Our decoder with the weights of `hf_model`."""
     model = hf_model(family, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aquiline.checkpoints.head_names import SHIPPED, resolve_head, shipped_head
 from aquiline.drafters.drafter import Drafter
@@ -109,16 +109,16 @@ def _with_head(
     folder: Path, tree: TreePolicy | None, target: Target, path: Path | None, packed: bool
 ) -> tuple[Drafter, str]:
     from aquiline.checkpoints.final_heads import is_final_heads
+    from aquiline.checkpoints.published_heads import published_kind
 
-    config = _config(folder)
-    if is_final_heads(config):
+    if is_final_heads(_config(folder)) or published_kind(folder):
         return _parallel_heads(folder, tree, target, path)
     if _is_model(folder):
         return _small_model(folder, tree, target)
     return _eagle(folder, tree, target, path, packed)
 
 
-def _config(folder: Path) -> dict[str, object]:
+def _config(folder: Path) -> dict[str, Any]:
     """config.json where it is readable; what is wrong with it is for the reader of the head to say."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -156,16 +156,21 @@ def _eagle(
 
 
 def _parallel_heads(folder: Path, tree: TreePolicy | None, target: Target, path: Path | None) -> tuple[Drafter, str]:
-    from aquiline.checkpoints.final_heads import read_final_heads
+    from aquiline.checkpoints.final_heads import final_drafter
+    from aquiline.checkpoints.published_heads import published_kind, read_published_heads
     from aquiline.drafters.hydra import Hydra
     from aquiline.drafters.medusa import Medusa
 
-    heads = read_final_heads(folder, target.shape, target.dtype)
     if isinstance(tree, DynamicTree):
-        raise ValueError(f"{heads.config.kind} heads draft chains and static trees; allowed: Chain, StaticTree or None")
-    _check_fingerprint(folder, heads.target_fingerprint, path)
-    drafter = (Medusa if heads.config.kind == "medusa" else Hydra)(heads, target, tree)
-    return drafter, f"{folder.name} ({heads.config.kind})"
+        raise ValueError(f"{folder} has heads that draft chains and static trees; allowed: Chain, StaticTree or None")
+    kind = published_kind(folder)
+    if kind is not None:
+        heads = read_published_heads(folder, target.shape, target.dtype)
+        heads.network.to(target.device)
+        return (Medusa if kind == "medusa" else Hydra)(heads, target, tree), f"{folder.name} (published {kind})"
+    drafter = final_drafter(folder, target, tree)
+    _check_fingerprint(folder, drafter.heads.target_fingerprint, path)
+    return drafter, f"{folder.name} ({drafter.heads.config.kind})"
 
 
 def _small_model(folder: Path, tree: TreePolicy | None, target: Target) -> tuple[Drafter, str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.draft_vocab import offsets, resolve_vocabulary
 from aquiline.checkpoints.head_files import read_head_files
-from aquiline.drafters.final_heads import FinalDrafter, FinalHeads, FinalHeadsConfig, FinalNetwork
+from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
 from aquiline.drafters.hydra import Hydra, HydraNetwork
 from aquiline.drafters.medusa import Medusa, MedusaNetwork
 from aquiline.drafters.tree_policy import Chain, StaticTree
@@ -113,7 +113,7 @@ def write_final_heads(folder: str | Path, heads: FinalHeads, dtype: torch.dtype 
             os.replace(Path(scratch) / name, folder / name)
 
 
-def final_drafter(folder: str | Path, target: Target, policy: Chain | StaticTree | None = None) -> FinalDrafter:
+def final_drafter(folder: str | Path, target: Target, policy: Chain | StaticTree | None = None) -> Medusa | Hydra:
     """Reads Medusa or Hydra heads and makes their drafter, in the target's dtype.
 
     Args:

@@ -12,7 +12,7 @@ SHIPPED = Path(__file__).parent.parent / "heads"
 """Draft heads that come with the package."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.bin"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 
 
 def resolve_head(name: str | Path) -> Path:

@@ -53,10 +53,15 @@ def _eagle(head: Path, target: Path | None, arguments: argparse.Namespace) -> li
 def _parallel_heads(head: Path, target: Path | None) -> list[tuple[str, Any]]:
     """Lines about Medusa or Hydra heads; empty for another kind of head."""
     from aquiline.checkpoints.final_heads import is_final_heads, read_final_heads
+    from aquiline.checkpoints.head_files import read_json
+    from aquiline.checkpoints.published_heads import inspect_published_heads, published_kind
     from aquiline.checkpoints.target_shape import target_shape
 
+    if published_kind(head):
+        report = inspect_published_heads(head, None if target is None else target_shape(target))
+        return list(dataclasses.asdict(report).items())
     file = head / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json(file) if file.is_file() else {}
     if not is_final_heads(config):
         return []
     lines = [(key, value) for key, value in config.items() if key not in ("format", "accuracies")]

@@ -249,7 +249,9 @@ def sparse_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> Static
     if num_nodes < 2:
         raise ValueError(f"num_nodes is {num_nodes}; allowed: ≥ 2")
     chosen: list[tuple[int, ...]] = []
-    heap = [(-accuracy, 1, (rank,)) for rank, accuracy in enumerate(accuracies[0])]
+    heap: list[tuple[float, int, tuple[int, ...]]] = [
+        (-accuracy, 1, (rank,)) for rank, accuracy in enumerate(accuracies[0])
+    ]
     heapq.heapify(heap)
     while heap and len(chosen) < num_nodes - 1:
         chance, depth, path = heapq.heappop(heap)

@@ -18,7 +18,7 @@ from aquiline.drafters.final_heads import FinalNetwork
 from aquiline.drafters.hydra import HydraNetwork
 from aquiline.drafters.medusa import MedusaNetwork
 from aquiline.targets.decoder import Decoder, DecoderConfig
-from aquiline.targets.layers import DecoderLayer, RMSNorm
+from aquiline.targets.layers import DecoderLayer, RMSNorm, decoder_layers
 from aquiline.training.losses import distribution_loss, restricted_probs
 
 
@@ -58,8 +58,10 @@ def counted(mask: Tensor, ahead: int) -> Tensor:
 class Student(Protocol):
     """A network that learns from lessons."""
 
-    network: nn.Module
-    """float32 master weights, or a replica in the compute dtype."""
+    @property
+    def network(self) -> nn.Module:
+        """float32 master weights, or a replica in the compute dtype."""
+        ...
 
     depths: int
     """Depths that it predicts from a position in one pass."""
@@ -133,7 +135,7 @@ class SmallNetwork(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """One conversation's embeddings (1, n, H), cos and sin (1, n, dim) → normed streams (n, H)."""
-        for rotated, layer in zip(self.config.rotary, self.layers, strict=True):
+        for rotated, layer in zip(self.config.rotary, decoder_layers(self.layers), strict=True):
             attention = layer.self_attn
             q, k, v = attention.qkv(layer.input_layernorm(hidden), cos if rotated else None, sin if rotated else None)
             group = q.shape[1] // k.shape[1]
@@ -167,7 +169,7 @@ class SmallModelStudent:
     def streams(self, given: Lesson) -> list[Tensor]:
         """See `Student.streams`; conversations run one by one."""
         parts = []
-        for tokens in torch.split(given.tokens, list(given.lengths)):  # type: ignore[no-untyped-call]
+        for tokens in torch.split(given.tokens, list(given.lengths)):
             cos, sin = self._target.rotary(torch.arange(len(tokens), device=tokens.device)[None], len(tokens))
             parts.append(self.network(self._target.embed(tokens[None]), cos, sin))
         return [torch.cat(parts)]
@@ -181,7 +183,7 @@ class SmallModelStudent:
 
 def rows_that_count(student: Student, given: Lesson) -> list[Tensor]:
     """Per depth, the (N_i,) positions t whose tokens up to the predicted one are all the assistant's."""
-    masks = torch.split(given.mask, list(given.lengths))  # type: ignore[no-untyped-call]
+    masks = torch.split(given.mask, list(given.lengths))
     return [
         torch.cat([counted(mask, student.first + depth) for mask in masks]).nonzero()[:, 0]
         for depth in range(student.depths)
@@ -213,5 +215,5 @@ def student_loss(
     sizes = [len(r) for r in rows]
     hits = best == best_target[index]
     both = torch.stack((losses, hits.to(losses.dtype)))
-    sums = torch.stack([part.sum(1) for part in torch.split(both, sizes, dim=1)], dim=1)  # type: ignore[no-untyped-call]
+    sums = torch.stack([part.sum(1) for part in torch.split(both, sizes, dim=1)], dim=1)
     return loss, sums[0], sums[1]
