@@ -200,6 +200,11 @@ class HFTarget:
         boundaries = sorted({f for f in features if isinstance(f, int)})
         out = self._run(tokens, positions, cache, placement, self._masks(placement, positions, ancestors), boundaries)
         final = out.last_hidden_state.to(self.device)
+        if boundaries and (out.hidden_states is None or out.hidden_states[boundaries[0]].shape != final.shape):
+            raise ValueError(
+                f"{type(self.model).__name__} has no single residual stream to take features {boundaries} from; "
+                'allowed: "final"'
+            )
         taken = [final if f == "final" else out.hidden_states[f].to(self.device) for f in features]
         picked = torch.cat(taken, dim=-1) if taken else None
         if logits_at is not None and logits_at.shape[1] == 0:
@@ -233,7 +238,7 @@ class HFTarget:
         """One additive (B, 1, T, span) mask, or one for each kind of layer."""
         masks: dict[str, Any] = {}
         for kind, window in self._windows.items():
-            mask = attention_mask(placement, positions, ancestors, window, self.dtype)
+            mask = attention_mask(placement, positions, ancestors, window, self._cache_dtype)
             masks[kind] = None if mask is None else mask[:, None]
         return masks.get("", masks)
 
