@@ -118,20 +118,22 @@ class Loaded:
     def _requests(
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None, raw: bool, settings: dict[str, Any]
     ) -> list[Request]:
-        try:
-            params = replace(params or self.defaults, **settings)
-        except TypeError as error:
-            known = ", ".join(SamplingParams.__dataclass_fields__)
-            raise TypeError(f"unknown setting among {sorted(settings)}; allowed: {known}") from error
+        known = SamplingParams.__dataclass_fields__
+        unknown = sorted(settings.keys() - known.keys())
+        if unknown:
+            raise TypeError(f"unknown setting {unknown[0]!r}; allowed: {', '.join(known)}")
+        if not isinstance(params, SamplingParams | None):
+            raise TypeError(f"params is {params!r}; allowed: SamplingParams or None; give single settings by name")
+        params = replace(self.defaults if params is None else params, **settings)
         prompts: list[Any] = list(prompt) if _is_batch(prompt) else [prompt]
         return [Request(encode_prompt(self.engine, item, raw=raw), params) for item in prompts]
 
 
 def _is_batch(prompt: Any) -> bool:
     """True for a list of prompts: not a text, not token ids, not chat messages."""
-    if isinstance(prompt, str) or not len(prompt):
-        return False
-    return not isinstance(prompt[0], int | dict)
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence) or not prompt:
+        return False  # what is no prompt either is for `encode_prompt` to refuse
+    return isinstance(prompt[0], Sequence)
 
 
 def load(
@@ -182,7 +184,7 @@ def load(
     model: Any = target
     if isinstance(target, str | Path):
         path = resolve_target(target, logger.info)
-        model = load_target(path, _dtype(dtype, device), torch.device(device))
+        model = load_target(path, _dtype(dtype, device), _device(device))
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
     elif not hasattr(target, "new_cache"):
         if not isinstance(target, torch.nn.Module):
@@ -191,7 +193,10 @@ def load(
                 "transformers model, or a Target"
             )
         model = target_from_hf(target)
+    if path is None:
+        _check_given(model, dtype, device)
     fast: Target = _fast_copy(model, exact) if packed else model
+    _check_parts(draft, tokenizer, lossy)
     drafter, name = make_drafter(draft, tree, fast, path, packed)
     if drafter is not None:
         drafter = _watched(drafter, adaptive, tree is None and isinstance(draft, str | Path))
@@ -209,8 +214,42 @@ def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
     return Adaptive(drafter) if wanted and not isinstance(drafter, Adaptive) else drafter
 
 
+def _check_given(target: Target, dtype: torch.dtype | str | None, device: str | torch.device) -> None:
+    """A model that was passed in stays what and where it is: refuses to promise something else."""
+    if dtype is not None and _dtype(dtype, device) != target.dtype:
+        raise ValueError(
+            f"dtype is {dtype}, but the model is in {target.dtype}; convert it before, and leave out dtype"
+        )
+    # The default device says nothing about the model's.
+    if _device(device).type not in ("cpu", target.device.type):
+        raise ValueError(
+            f"device is {device}, but the model is on {target.device}; move it before, and leave out device"
+        )
+
+
+def _check_parts(draft: Any, tokenizer: Any, lossy: Any) -> None:
+    methods = ("new_state", "extend", "propose", "reset")
+    drafts = not isinstance(draft, type) and all(callable(getattr(draft, name, None)) for name in methods)
+    if not (draft is None or isinstance(draft, str | Path) or drafts):
+        raise TypeError(
+            f"draft is a {type(draft).__name__}; allowed: a name, a folder, a file, a hub id, a Drafter, or None "
+            "(a small model of your own: SmallModel)"
+        )
+    if tokenizer is not None and not callable(tokenizer):
+        raise TypeError(f"tokenizer is {tokenizer!r}; allowed: a Hugging Face tokenizer or None")
+    if not isinstance(lossy, LossyRule | None):
+        raise TypeError(f"lossy is {lossy!r}; allowed: a LossyRule or None")
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; allowed: 'cpu', 'cuda', 'cuda:1', …") from error
+
+
 def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if dtype is not None:
         named = {
@@ -221,8 +260,8 @@ def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch
         }
         if dtype not in named:
             raise ValueError(f"dtype {dtype!r} is not known; allowed: {', '.join(named)}")
-        return named[dtype]
-    if torch.device(device).type != "cpu":
+        return named[str(dtype)]
+    if _device(device).type != "cpu":
         return torch.bfloat16
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False  # type: ignore[no-untyped-call]
     return torch.bfloat16 if fast else torch.float32
@@ -235,23 +274,38 @@ def _fast_copy(target: Any, exact: bool | None) -> Any:
     return (packed(target, exact) or target) if isinstance(target, Decoder) else target
 
 
+def _generation_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not readable JSON ({error}); fetch or delete it") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}, expected an object; fetch or delete it")
+    return config
+
+
 def _generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:
     """End tokens and sampling defaults from generation_config, else from the tokenizer."""
     config: dict[str, Any] = {}
     if path is not None and (path / "generation_config.json").is_file():
-        config = json.loads((path / "generation_config.json").read_text())
+        config = _generation_config(path / "generation_config.json")
     elif hasattr(target, "generation_config") and target.generation_config is not None:
         config = target.generation_config.to_dict()
     end = config.get("eos_token_id")
     if end is None and tokenizer is not None:
         end = tokenizer.eos_token_id
     ids = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"generation_config has eos_token_id {end!r}; allowed: a token id, or several")
     if not config.get("do_sample"):
         return ids, SamplingParams()
-    sampled = SamplingParams(
-        temperature=float(config.get("temperature") or 1.0),
-        top_k=int(config.get("top_k") or 0),
-        top_p=float(config.get("top_p") or 1.0),
-    )
+    try:
+        sampled = SamplingParams(
+            temperature=config.get("temperature") or 1.0,
+            top_k=config.get("top_k") or 0,
+            top_p=config.get("top_p") or 1.0,
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the model's generation_config is not usable: {error}") from error
     logger.info("the model's generation_config samples: %s; give temperature=0 for greedy output", sampled)
     return ids, sampled

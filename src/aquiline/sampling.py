@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +63,7 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
+        self._settle_kinds()
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "an integer ≥ 0")
         _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "an integer ≥ 0")
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -73,11 +77,32 @@ class SamplingParams:
             _check(name, getattr(self, name), math.isfinite(getattr(self, name)), "a finite number (0 is off)")
         _check("n", self.n, self.n >= 1, "an integer ≥ 1")
         _check("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or an integer ≥ 0")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        seeded = self.seed is None or -(1 << 63) <= self.seed < 1 << 64
+        _check("seed", self.seed, seeded, "None or an integer of 64 bits")
         _check("stop", self.stop, all(self.stop), "non-empty strings")
-        for name in ("stop", "stop_token_ids", "logits_processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        usable = all(math.isfinite(bias) or bias == -math.inf for bias in self.logit_bias.values())
+        _check("logit_bias", self.logit_bias, usable, "finite numbers, or -inf to bar a token")
+
+    def _settle_kinds(self) -> None:
+        """Turns what converts without loss into the declared kinds; refuses the rest."""
+        settled: dict[str, Any] = {name: _integer(name, getattr(self, name)) for name in _INTEGERS}
+        optional = (name for name in ("seed", "logprobs") if getattr(self, name) is not None)
+        settled |= {name: _integer(name, getattr(self, name)) for name in optional}
+        settled |= {name: _number(name, getattr(self, name)) for name in _NUMBERS}
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        _check_kind("stop", self.stop, all(isinstance(text, str) for text in stop), "a string, or several")
+        ids = tuple(_integer("stop_token_ids", token) for token in _tuple("stop_token_ids", self.stop_token_ids))
+        _check_kind("logit_bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "token id → number")
+        bias = {_integer("logit_bias", token): _number("logit_bias", b) for token, b in self.logit_bias.items()}
+        processors = _tuple("logits_processors", self.logits_processors)
+        usable = all(callable(processor) or hasattr(processor, "for_request") for processor in processors)
+        _check_kind(
+            "logits_processors", self.logits_processors, usable, "several callables (input_ids, scores) → scores"
+        )
+        _check_kind("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "True or False")
+        settled |= {"stop": stop, "stop_token_ids": ids, "logit_bias": bias, "logits_processors": processors}
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
 
     @property
     def plain_greedy(self) -> bool:
@@ -97,9 +122,33 @@ class SamplingParams:
         )
 
 
+_INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "n")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
 def _check(name: str, value: object, good: bool, allowed: str) -> None:
     if not good:
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _check_kind(name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _integer(name: str, value: Any) -> int:
+    _check_kind(name, value, hasattr(value, "__index__") and not isinstance(value, bool), "an integer")
+    return operator.index(value)
+
+
+def _number(name: str, value: Any) -> float:
+    _check_kind(name, value, isinstance(value, Real) and not isinstance(value, bool), "a number")
+    return float(value)
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    _check_kind(name, value, isinstance(value, Iterable) and not isinstance(value, str | bytes), "several, in a tuple")
+    return tuple(value)
 
 
 def processed_logits(
@@ -142,6 +191,10 @@ def processed_logits(
     return scores
 
 
+_COLD = 1e-30
+"""Temperatures below this overflow float32 when logits are divided by them."""
+
+
 def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
     """Temperature, then top-k, top-p, min-p (Hugging Face's order), then softmax.
 
@@ -152,14 +205,19 @@ def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
     Returns:
         (…, V) float32 probabilities.
     """
-    scores = scores.float() / params.temperature
+    scores = scores.float()
+    if params.temperature < _COLD:
+        # Dividing by so little overflows, and ∞ − ∞ is NaN: measured from the best, all others vanish.
+        scores = scores - scores.amax(-1, keepdim=True)
+    scores = scores / max(params.temperature, torch.finfo(torch.float32).tiny)
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
     if params.top_p < 1:
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        drop = before >= params.top_p  # the most likely token has 0 before it and stays
+        # The most likely token has 0 before it and stays; float32 would round a smaller bound to 0.
+        drop = before >= max(params.top_p, torch.finfo(torch.float32).tiny)
         scores = scores.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
     if params.min_p > 0:
         probs = scores.softmax(-1)
@@ -181,13 +239,34 @@ def draw(probs: Tensor, seed: int, position: int) -> int:
     """
     generator = torch.Generator().manual_seed(_mix(seed, position))
     times = torch.empty(probs.shape[-1]).exponential_(generator=generator)
-    return int((probs / times.clamp_(min=torch.finfo(torch.float32).tiny).to(probs.device)).argmax())
+    speeds = probs / times.clamp_(min=torch.finfo(torch.float32).tiny).to(probs.device)
+    return _possible(speeds, int(speeds.argmax()), 0.0)
+
+
+def _possible(scores: Tensor, token: int, nothing: float) -> int:
+    """`token`, the best of `scores`, if it is one at all.
+
+    Raises:
+        ValueError: if it is not a number, or no token is left to choose.
+    """
+    best = float(scores[token])  # an arg-max prefers NaN to every number
+    if math.isnan(best):
+        raise ValueError(NOT_A_NUMBER)
+    if best == nothing:
+        raise ValueError("logit_bias and logits_processors bar every token; leave at least one")
+    return token
 
 
 def uniform(seed: int, position: int) -> float:
     """A uniform number in [0, 1) for output position `position`, independent of `draw`'s."""
     # The complement of the seed keys another stream than `draw` uses.
     return float(torch.rand((), generator=torch.Generator().manual_seed(_mix(~seed, position)), dtype=torch.float64))
+
+
+NOT_A_NUMBER = (
+    "the target's logits are not numbers (NaN): its weights are damaged, its dtype overflows (float16: load it in "
+    "bfloat16 or float32), or logit_bias or logits_processors made them so or barred every token"
+)
 
 
 def _mix(seed: int, position: int) -> int:
@@ -225,5 +304,5 @@ class TokenChooser:
         """Returns the token after `prefix`; logits (V,) are the target's at its last token."""
         scores = processed_logits(logits, self.params, prefix, self.prompt_length, self.end_ids)
         if self.params.temperature == 0:
-            return int(scores.argmax())
+            return _possible(scores, int(scores.argmax()), -math.inf)
         return draw(distribution(scores, self.params), self.seed, len(prefix) - self.prompt_length)

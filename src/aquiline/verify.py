@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.sampling import TokenChooser, draw, uniform
+from aquiline.sampling import NOT_A_NUMBER, TokenChooser, draw, uniform
 from aquiline.tree import DraftTree
 
 
@@ -66,7 +66,7 @@ def accept(
     """
     children = _children(tree)
     # One arg-max for the batch; rows with processors or a temperature ask node by node.
-    greedy = logits.argmax(-1).tolist() if any(c.params.plain_greedy for c in choosers) else None
+    greedy = _best(logits) if any(c.params.plain_greedy for c in choosers) else None
     paths, next_tokens = [], []
     for row, chooser in enumerate(choosers):
         if chooser.params.plain_greedy:
@@ -80,8 +80,17 @@ def accept(
     return pack(paths, next_tokens, logits.device)
 
 
+def _best(logits: Tensor) -> list[list[int]]:
+    """The arg-max at every node, -1 where it is not a number."""
+    best = logits.argmax(-1, keepdim=True)
+    rows: list[list[int]] = best.masked_fill(logits.gather(-1, best).isnan(), -1)[..., 0].tolist()
+    return rows
+
+
 def _known_choice(best: Sequence[int]) -> Callable[[int, list[int]], int]:
     def choose(node: int, taken: list[int]) -> int:
+        if best[node] < 0:
+            raise ValueError(NOT_A_NUMBER)
         return best[node]
 
     return choose

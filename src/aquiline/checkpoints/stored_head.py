@@ -166,6 +166,17 @@ def _check_sizes(config: Mapping[str, Any], target: TargetShape | None, place: s
             raise ValueError(
                 f"{place}: config.json {said}, expected a positive number; take it from the target's config"
             )
+    for key in ("draft_vocab_size", "target_hidden_size", "num_hidden_layers", "max_position_embeddings", "head_dim"):
+        value = config.get(key)  # 0 is written for "as usual"
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"{place}: config.json says {key} = {value!r}, expected a positive number, or none")
+    if not isinstance(config.get("rope_parameters"), Mapping | None):
+        raise ValueError(
+            f"{place}: config.json says rope_parameters = {config['rope_parameters']!r}, expected an object"
+        )
+    epsilon = config.get("rms_norm_eps")
+    if epsilon is not None and (type(epsilon) not in (int, float) or not epsilon > 0):
+        raise ValueError(f"{place}: config.json says rms_norm_eps = {epsilon!r}, expected a number > 0, or none")
     if target is None:
         return
     width = config.get("target_hidden_size") or config["hidden_size"]

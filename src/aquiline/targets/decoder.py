@@ -123,7 +123,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.layer.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        # Not initialised: on the meta device, drawing normal numbers imports a compiler for a second.
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, hidden), freeze=False)
         self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.layer.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
@@ -245,5 +246,7 @@ def load_state(model: Decoder, tensors: Mapping[str, Tensor], origin: str) -> No
             raise ValueError(
                 f"{origin}: {name} has shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}"
             )
+        if not given[name].is_floating_point():  # quantized without a word in config.json
+            raise ValueError(f"{origin}: {name} has dtype {given[name].dtype}, expected floating-point weights")
         with torch.no_grad():
             parameter.copy_(given[name])

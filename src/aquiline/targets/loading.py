@@ -34,6 +34,7 @@ def load_target(path: str | Path, dtype: torch.dtype, device: torch.device | str
         raise ValueError(
             f"{folder} is an encoder-decoder ({config.get('model_type')}); allowed: decoder-only causal language models"
         )
+    _check_sizes(folder, config)
     if config.get("model_type") in FAMILIES and not config.get("quantization_config"):
         try:
             own = config_from_hf(config)
@@ -41,8 +42,39 @@ def load_target(path: str | Path, dtype: torch.dtype, device: torch.device | str
             return _load_with_transformers(folder, dtype, device)  # A setting that our decoder does not compute.
         except KeyError as error:
             raise ValueError(f"{folder / 'config.json'} lacks {error}; fetch it again") from error
+        except TypeError as error:
+            raise ValueError(
+                f"{folder / 'config.json'} has a value of another kind ({error}); fetch it again"
+            ) from error
         return _load_decoder(folder, own, dtype, device)
     return _load_with_transformers(folder, dtype, device)
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
+    """Refuses sizes that no model has; which of them a family needs is for the family to say."""
+    for name in _SIZES:
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{folder / 'config.json'}: {name} is {value!r}; allowed: an integer ≥ 1; fetch it again")
+    for name in ("rms_norm_eps", "rope_theta"):
+        value = config.get(name)
+        if value is not None and (type(value) not in (int, float) or not value > 0):
+            raise ValueError(f"{folder / 'config.json'}: {name} is {value!r}; allowed: a number > 0; fetch it again")
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict | None):
+        raise ValueError(f"{folder / 'config.json'}: rope_parameters is {rope!r}; allowed: an object; fetch it again")
 
 
 def _load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -76,6 +108,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _load_with_transformers(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Target:
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     from aquiline.targets.hf import HFTarget
 
@@ -90,7 +123,7 @@ def _load_with_transformers(folder: Path, dtype: torch.dtype, device: torch.devi
         raise ValueError(
             f"{folder} is no causal language model (model_type {kind!r}); allowed: one that AutoModelForCausalLM loads"
         ) from error
-    except (OSError, KeyError, RuntimeError) as error:
+    except (OSError, KeyError, RuntimeError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"transformers cannot load {folder} ({reason}); fetch it again") from error
     missing = sorted(report["missing_keys"])
