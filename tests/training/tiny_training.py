@@ -16,12 +16,13 @@ from aquiline.training.settings import TrainSettings
 from tests.tiny import VOCAB, decoder, hf_model
 
 
-def write_target(folder: Path) -> Path:
-    """The tiny Llama in float32, as a folder."""
+def write_target(folder: Path, sharpness: float = 1.0) -> Path:
+    """The tiny Llama in float32, as a folder; logits times `sharpness`, same greedy text."""
     folder.mkdir(parents=True)
     model = hf_model("llama", torch.float32)
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     tensors = {name: t.clone().contiguous() for name, t in model.state_dict().items()}
+    tensors["lm_head.weight"] *= sharpness
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
