@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from aquiline import tree as trees
-from aquiline.drafters.drafter import CopyingDrafter, Drafter
+from aquiline.drafters.drafter import CopyingDrafter, Drafter, ObservingDrafter
 from aquiline.tree import DraftTree
 
 
@@ -43,6 +43,29 @@ class SpeedEstimate:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+SHORTEST_PAUSE, LONGEST_PAUSE = 32, 512
+"""Plain steps before drafting is tried again: the first time, and at most."""
+
+
+@dataclass(eq=False)
+class _Choice:
+    """What is known and decided for one number of rows: what pays for one need not for another.
+
+    Attributes:
+        plain: speed of plain steps.
+        drafted: speed of steps that drafted.
+        drafting: whether steps draft now.
+        left: steps until the next decision; the first ones gather estimates.
+        pause: plain steps before the next trial of drafting.
+    """
+
+    plain: SpeedEstimate = field(default_factory=SpeedEstimate)
+    drafted: SpeedEstimate = field(default_factory=SpeedEstimate)
+    drafting: bool = True
+    left: int = 8
+    pause: int = SHORTEST_PAUSE
+
+
 @dataclass(eq=False)
 class AdaptiveState:
     """Per decode state: the inner drafter's state and the step under way.
@@ -69,20 +92,21 @@ class Adaptive:
 
     Args:
         inner: the drafter. It takes in every committed position either way.
+
+    Raises:
+        ValueError: for a drafter that must see every step.
     """
 
     PROBE = 4
     CHECK_PLAIN = 64
-    SHORTEST_PAUSE, LONGEST_PAUSE = 32, 512
 
     def __init__(self, inner: Drafter) -> None:
+        if isinstance(inner, ObservingDrafter):
+            raise ValueError(f"{type(inner).__name__} must see every step and cannot be adaptive; use it by itself")
         self.inner = inner
         self.features = inner.features
         # Speed is a fact about models and machine, so it is shared by all generations.
-        self._speeds: dict[tuple[int, bool], SpeedEstimate] = {}
-        self._left = 8  # steps until the next decision; the first ones gather estimates
-        self._pause = self.SHORTEST_PAUSE
-        self.drafting = True
+        self._choices: dict[int, _Choice] = {}
 
     def new_state(self, rows: int, capacity: int) -> AdaptiveState:
         """See `Drafter.new_state`."""
@@ -101,7 +125,9 @@ class Adaptive:
         self.inner.extend(tokens, features, num_new, prefixes, rows, state.inner)
         if state.began is not None:
             emitted = sum(num_new) / max(len(num_new), 1)
-            self._estimate(state.batch, state.speculated).update(time.perf_counter() - state.began, emitted)
+            choice = self._choice(state.batch)
+            estimate = choice.drafted if state.speculated else choice.plain
+            estimate.update(time.perf_counter() - state.began, emitted)
             state.began = None
 
     def propose(
@@ -128,25 +154,25 @@ class Adaptive:
         if isinstance(self.inner, CopyingDrafter):
             self.inner.copy_prefix(source, target, length, state.inner)
 
-    def _estimate(self, batch: int, speculated: bool) -> SpeedEstimate:
-        return self._speeds.setdefault((batch, speculated), SpeedEstimate())
+    def _choice(self, batch: int) -> _Choice:
+        return self._choices.setdefault(batch, _Choice())
 
     def _decide(self, batch: int) -> bool:
         """Whether the next step drafts."""
-        plain, spec = self._estimate(batch, False), self._estimate(batch, True)
+        choice = self._choice(batch)
+        plain, drafted = choice.plain, choice.drafted
         if plain.steps < 2:
             # The first steps of a batch size also pay for warming up: two plain ones, then drafts.
-            return spec.steps < 2
-        self._left -= 1
-        if self._left > 0:
-            return self.drafting
-        if self.drafting and spec.steps >= 2 and spec.rate < plain.rate:
-            self.drafting, self._left = False, self._pause
-            self._pause = min(2 * self._pause, self.LONGEST_PAUSE)
-        elif self.drafting:
-            self._pause = self.SHORTEST_PAUSE
-            self._left = self.CHECK_PLAIN
+            return drafted.steps < 2
+        choice.left -= 1
+        if choice.left > 0:
+            return choice.drafting
+        if choice.drafting and drafted.steps >= 2 and drafted.rate < plain.rate:
+            choice.drafting, choice.left = False, choice.pause
+            choice.pause = min(2 * choice.pause, LONGEST_PAUSE)
+        elif choice.drafting:
+            choice.pause, choice.left = SHORTEST_PAUSE, self.CHECK_PLAIN
             return False
         else:
-            self.drafting, self._left = True, self.PROBE
-        return self.drafting
+            choice.drafting, choice.left = True, self.PROBE
+        return choice.drafting

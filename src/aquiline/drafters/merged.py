@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from aquiline import tree as trees
-from aquiline.drafters.drafter import CopyingDrafter, Drafter
+from aquiline.drafters.drafter import CopyingDrafter, Drafter, ObservingDrafter
 from aquiline.drafters.prompt_lookup import merge
 from aquiline.tree import DraftTree
 
@@ -41,6 +41,9 @@ class Merged:
                 f"the merged drafters need different target features ({first.features} and {second.features}); "
                 "give the one that needs none as the second"
             )
+        for part in (first, second):
+            if isinstance(part, ObservingDrafter):
+                raise ValueError(f"a {type(part).__name__} drafts in a window and cannot be merged; use it by itself")
         if num_nodes is not None and num_nodes < 2:
             raise ValueError(f"merged: num_nodes is {num_nodes}; allowed: ≥ 2")
         self.first, self.second, self.num_nodes = first, second, num_nodes
