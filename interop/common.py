@@ -53,11 +53,28 @@ def encode_prompts(folder: Path, prompts: Sequence[str]) -> tuple[list[list[int]
 
 @torch.inference_mode()
 def our_chain(
-    target: Decoder, head_path: Path | None, prompts: Sequence[Sequence[int]], end: Sequence[int], k: int, limit: int
+    target: Decoder,
+    head_path: Path | None,
+    prompts: Sequence[Sequence[int]],
+    end: Sequence[int],
+    k: int,
+    limit: int,
+    *,
+    from_prompt: bool = False,
 ) -> dict[str, Any]:
     """Greedy decoding with chains of k drafts, or plain decoding without a head.
 
     Every step drafts k tokens, also beyond the budget and the end, as the engines do.
+
+    Args:
+        target: our decoder.
+        head_path: the head, or None for plain decoding.
+        prompts: token ids.
+        end: end tokens.
+        k: drafts a step.
+        limit: tokens a prompt.
+        from_prompt: the first chain starts at the last prompt token (llama.cpp), not behind the
+            first new one (vLLM, OpenVINO).
 
     Returns:
         outputs: token ids of each prompt, cut behind the first end token and at `limit`.
@@ -72,7 +89,14 @@ def our_chain(
     for prompt in prompts:
         state = new_state(target, drafter, 1, len(prompt) + limit + 2 * k + 2)
         request = Row(list(prompt), TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
-        emitted = prefill(target, drafter, state, 0, request).tokens
+        if from_prompt:
+            # The prefill "chooses" the last prompt token.
+            chooser, request.tokens, last = request.chooser, list(prompt[:-1]), prompt[-1]
+            request.chooser = lambda logits, prefix, last=last: last  # type: ignore[assignment]
+            prefill(target, drafter, state, 0, request)
+            request.chooser, emitted = chooser, []
+        else:
+            emitted = prefill(target, drafter, state, 0, request).tokens
         while len(emitted) < limit and not set(emitted) & set(end):
             emitted = emitted + step(target, drafter, state, [0])[0].tokens
         free(drafter, state, 0)
@@ -90,17 +114,22 @@ def cut(tokens: Sequence[int], end: Sequence[int], limit: int) -> list[int]:
     return list(tokens[: min([*stops, limit])])
 
 
-def compare(engine: str, ours: dict[str, Any], theirs: dict[str, Any], plain: dict[str, Any] | None) -> str:
-    """A Markdown table of acceptance counts and a line on the outputs."""
+def counts_table(engine: str, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """A Markdown table of acceptance counts."""
     lines = [f"| chains that accepted at least | {engine} | Aquiline | ratio |", "|---|---|---|---|"]
     rows = [("0 (all)", theirs["drafts"], ours["drafts"])]
     rows += [(str(i + 1), a, b) for i, (a, b) in enumerate(zip(theirs["accepted"], ours["accepted"], strict=True))]
     lines += [f"| {label} | {a} | {b} | {a / b if b else float('nan'):.4f} |" for label, a, b in rows]
-    lines.append("")
-    lines.append(f"Outputs with drafts, {engine} and Aquiline: {agreement(theirs['outputs'], ours['outputs'])}.")
-    if plain is not None:
-        lines.append(f"Outputs of {engine} with drafts and plain: {agreement(theirs['outputs'], plain['outputs'])}.")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
+
+
+def compare(engine: str, ours: dict[str, Any], theirs: dict[str, Any], plain: dict[str, Any]) -> str:
+    """The table, and how the outputs agree."""
+    return (
+        counts_table(engine, ours, theirs)
+        + f"\nOutputs with drafts, {engine} and Aquiline: {agreement(theirs['outputs'], ours['outputs'])}."
+        + f"\nOutputs of {engine} with drafts and plain: {agreement(theirs['outputs'], plain['outputs'])}."
+    )
 
 
 def agreement(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> str:

@@ -2,7 +2,7 @@
 
     python engine_vllm.py JOB.json OUT.json
 
-JOB: {"target", "head" or null, "method", "k", "limit", "end", "prompts": [[ids]]}.
+JOB: {"target", "head" or null, "method", "k", "limit", "rows", "end", "prompts": [[ids]]}.
 OUT: {"outputs", "drafts", "accepted", "versions"}.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
-        max_num_seqs=8,
+        max_num_seqs=job["rows"],
         enable_prefix_caching=False,
         async_scheduling=False,
         disable_log_stats=False,

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import encode_prompts, load_target, our_chain, read_prompts
+from common import counts_table, encode_prompts, load_target, our_chain, read_prompts
+from transformers import AutoTokenizer
 
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.target_shape import target_shape
@@ -34,14 +35,18 @@ def convert_target(source: Path, folder: Path, output: Path) -> None:
 def run_one(program: Path, target: Path, head: Path | None, prompt: str, k: int, limit: int) -> dict[str, Any]:
     """Runs one prompt; returns its text and the counts that llama.cpp prints."""
     command = [str(program), "-m", str(target), "-p", prompt, "-n", str(limit), "--temp", "0", "-t", "2"]
-    command += ["-c", "1024", "-fit", "off", "-lv", "4"]
-    if head is not None:
-        command += ["-md", str(head), "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(k)]
-        command += ["--spec-draft-p-min", "0"]
+    command += ["-c", "1024", "-fit", "off", "-lv", "5", "--color", "off"]
+    command += ["-md", str(head), "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(k)]
+    command += ["--spec-draft-p-min", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{(done.stderr or done.stdout)[-4000:]}")
-    return {"stdout": done.stdout, "stderr": done.stderr}
+    found = re.search(r"#calls\(b,g,a\) = +\d+ +\d+ +(\d+).*?#acc rate/pos = \(([^)]*)\)", done.stderr + done.stdout)
+    if found is None:
+        raise SystemExit(f"llama.cpp printed no statistics:\n{done.stderr[-3000:]}")
+    calls = int(found[1])
+    accepted = [round(float(rate) * calls) for rate in found[2].split(",")]
+    return {"text": done.stdout, "drafts": calls, "accepted": accepted + [0] * (k - len(accepted))}
 
 
 def main() -> None:
@@ -55,7 +60,29 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     args = parser.parse_args()
-    raise SystemExit("draft")
+    folder = resolve_target(args.target, print)
+    prompts, end = encode_prompts(folder, read_prompts(args.prompts))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with tempfile.TemporaryDirectory() as name:
+        target, head = Path(name) / "target.gguf", Path(name) / "head.gguf"
+        convert_target(args.llamacpp, folder, target)
+        print(export_head(args.head, "gguf", head, target_shape(folder), target_gguf=target))
+        program = args.build / "bin" / "llama-speculative-simple"
+        runs = [run_one(program, target, head, tokenizer.decode(ids), args.k, args.limit) for ids in prompts]
+    theirs = {
+        "drafts": sum(run["drafts"] for run in runs),
+        "accepted": [sum(run["accepted"][i] for run in runs) for i in range(args.k)],
+    }
+    # llama.cpp stops when it has more than `limit` tokens.
+    ours = our_chain(load_target(folder), args.head, prompts, end, args.k, args.limit + 1, from_prompt=True)
+    print(counts_table("llama.cpp", ours, theirs))
+    same = 0
+    for ids, run in zip(ours["outputs"], runs, strict=True):
+        text = tokenizer.decode([i for i in ids if i not in end])
+        same += text.strip() in run["text"]
+    print(f"Texts with drafts, llama.cpp and Aquiline: {same} of {len(runs)} equal.")
+    if args.json:
+        args.json.write_text(json.dumps({"ours": ours, "llamacpp": theirs, "texts": [run["text"] for run in runs]}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares acceptance in OpenVINO GenAI with our own chain drafting, same prompts, same k, float32.
 
-    python interop/openvino_acceptance.py HEAD --python OPENVINO_PYTHON [--k 3] [--limit 128] [--prompts 32]
+python interop/openvino_acceptance.py HEAD --python OPENVINO_PYTHON [--k 3] [--limit 128] [--prompts 32]
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ wrapper="$venv/python-vllm"
 cat > "$wrapper" <<EOF
 #!/bin/sh
 export LD_PRELOAD="$venv/lib/libiomp5.so${tcmalloc:+:$tcmalloc}"
-export VLLM_CPU_OMP_THREADS_BIND=\${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))} OMP_NUM_THREADS=$(nproc)
+export VLLM_CPU_OMP_THREADS_BIND=\${VLLM_CPU_OMP_THREADS_BIND:-0-$(($(nproc) - 1))}
+export OMP_NUM_THREADS=\${OMP_NUM_THREADS:-$(nproc)}
 export KMP_BLOCKTIME=0 VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 exec "$venv/bin/python" "\$@"
 EOF

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--limit", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=8, help="requests at a time in vLLM")
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     parser.add_argument("--plain", type=Path, help="JSON of an earlier run whose plain outputs to take (same prompts)")
     args = parser.parse_args()
@@ -51,6 +52,7 @@ def main() -> None:
         "method": method,
         "k": args.k,
         "limit": args.limit,
+        "rows": args.rows,
         "end": end,
         "prompts": prompts,
     }

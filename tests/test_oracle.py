@@ -13,6 +13,7 @@ import torch
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
+from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.merged import Merged
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.small_model import SmallModel
@@ -67,6 +68,7 @@ DRAFTERS: dict[str, tuple[bool, Callable[[str, TreePolicy], Drafter | None]]] = 
     "lookup": (False, lambda family, tree: PromptLookup(min_ngram=1, num_branches=3)),
     "lookahead": (False, lambda family, tree: Lookahead(window=3, ngram=3, guesses=3)),
     "small-model": (False, lambda family, tree: SmallModel(tiny.decoder("llama"), tiny.decoder(family), Chain(3))),
+    "lookup-first": (True, lambda family, tree: LookupFirst(PromptLookup(min_ngram=1), eagle("eagle3")(family, tree))),
     "merged": (
         False,
         lambda family, tree: Merged(knowing(family, 2), PromptLookup(min_ngram=1, num_branches=2)),

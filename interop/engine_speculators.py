@@ -1,0 +1,35 @@
+"""Opens an export with speculators' own loader; runs in speculators' environment.
+
+    python engine_speculators.py JOB.json
+
+JOB: {"target", "ours": our export, "vllm": the same head for vLLM, "converted": where to convert it to}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+
+def main() -> None:
+    import torch
+    from safetensors.torch import load_file
+    from speculators.convert.entrypoints import convert_model
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    model = Eagle3DraftModel.from_pretrained(job["ours"])
+    state, given = model.state_dict(), load_file(Path(job["ours"]) / "model.safetensors")
+    missing = sorted(name for name in given if name not in state)
+    differing = [n for n, t in given.items() if n in state and not torch.equal(state[n].cpu().to(t.dtype), t)]
+    print(f"speculators {version('speculators')}: {len(given)} tensors of the export, ", end="")
+    print(f"{len(missing)} unknown to it, {len(differing)} other than stored")
+    if missing or differing:
+        raise SystemExit(f"unknown {missing[:5]}, differing {differing[:5]}")
+    convert_model(job["vllm"], job["target"], "eagle3", output_path=job["converted"], validate_device="cpu")
+
+
+if __name__ == "__main__":
+    main()

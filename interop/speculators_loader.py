@@ -1,0 +1,56 @@
+"""speculators' own loader opens our export; its converter and ours write the same tensors.
+
+python interop/speculators_loader.py HEAD --python SPECULATORS_PYTHON [--target smollm2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from aquiline.checkpoints.export import export_head
+from aquiline.checkpoints.heads import read_stored_head
+from aquiline.checkpoints.target_shape import target_shape
+from aquiline.checkpoints.targets import resolve_target
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", type=Path)
+    parser.add_argument("--python", required=True, help="interpreter of the environment with speculators")
+    parser.add_argument("--target", default="smollm2")
+    args = parser.parse_args()
+    folder = resolve_target(args.target, print)
+    shape = target_shape(folder)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        export_head(args.head, "speculators", scratch / "ours", shape, target_name=str(folder))
+        export_head(args.head, "vllm", scratch / "vllm", shape, target_name=str(folder))
+        job = {"target": str(folder), "ours": str(scratch / "ours"), "vllm": str(scratch / "vllm")}
+        job["converted"] = str(scratch / "converted")
+        (scratch / "job.json").write_text(json.dumps(job))
+        done = subprocess.run(
+            [args.python, str(HERE / "engine_speculators.py"), str(scratch / "job.json")], check=False
+        )
+        if done.returncode:
+            sys.exit("speculators refused the export")
+        ours, report = read_stored_head(scratch / "ours", shape)
+        theirs, their_report = read_stored_head(scratch / "converted", shape)
+        print(report, their_report, sep="\n")
+        differing = [n for n, t in ours.tensors.items() if not t.equal(theirs.tensors[n])]
+        same_map = ours.draft_to_target is None or ours.draft_to_target.equal(theirs.draft_to_target)
+        print(
+            f"our export and speculators' conversion: {len(differing)} of {len(ours.tensors)} tensors differ, ", end=""
+        )
+        print(f"the vocabulary maps are {'equal' if same_map else 'DIFFERENT'}, ", end="")
+        print(f"the configurations are {'equal' if ours.config == theirs.config else 'DIFFERENT'}")
+
+
+if __name__ == "__main__":
+    main()
