@@ -164,6 +164,21 @@ def test_inspect(aquiline: Any, base: Path) -> None:
     assert "ANOTHER target" in aquiline("inspect", "eagle3", "--target", other).out
 
 
+def test_published_medusa_heads(aquiline: Any, base: Path) -> None:
+    folder, width, vocabulary = base / "medusa-published", 48, 258
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    shapes = {"0.linear.weight": (width, width), "0.linear.bias": (width,), "1.weight": (vocabulary, width)}
+    tensors = {f"{head}.{name}": torch.ones(shape) / (1 + head) for head in range(2) for name, shape in shapes.items()}
+    torch.save(tensors, folder / "medusa_lm_head.pt")
+    record = json.loads(aquiline("inspect", folder, "--target", "target", "--json").out)
+    assert record["repository"] == "Medusa" and record["checked"] is True
+    words = ("generate", TEXT, "--target", "target", "--max-new-tokens", 8, "--json", *EXACT)
+    drafted = aquiline(*words, "--draft", folder)
+    assert records(drafted)[0]["token_ids"] == records(aquiline(*words, "--draft", "none"))[0]["token_ids"]
+    assert "(published medusa)" in drafted.err and records(drafted)[0]["stats"]["nodes"] > 0
+
+
 @pytest.mark.parametrize("engine", ["safeailab", "vllm", "speculators", "sglang"])
 def test_export_and_what_it_prints(aquiline: Any, base: Path, engine: str) -> None:
     output = base / f"out-{engine}"

@@ -74,10 +74,11 @@ def make_drafter(
         head = shipped_head(path)
         if head is None:
             logger.info("no shipped head fits this target: drafting by prompt lookup")
-        draft = head or "prompt-lookup"
-        if head is not None and tree is None:
-            drafter, name = _with_head(resolve_head(head), None, target, path, packed)
-            return LookupFirst(REPEATS, drafter), f"{name} + prompt lookup"
+        draft = "prompt-lookup"
+        if head is not None:
+            # Without the target's folder: its fingerprint, a third of a second, was just compared.
+            drafter, name = _with_head(head, tree, target, None, packed)
+            return (LookupFirst(REPEATS, drafter), f"{name} + prompt lookup") if tree is None else (drafter, name)
     if draft == "prompt-lookup":
         return _lookup(tree), "prompt lookup"
     if draft == "lookahead":

@@ -123,8 +123,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.layer.hidden_size
-        # Not initialised: on the meta device, drawing normal numbers imports a compiler for a second.
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, hidden), freeze=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.layer.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)

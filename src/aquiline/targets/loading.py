@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf, load_state
 from aquiline.targets.target import Target
@@ -77,12 +78,30 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
         raise ValueError(f"{folder / 'config.json'}: rope_parameters is {rope!r}; allowed: an object; fetch it again")
 
 
+class _Unfilled(TorchFunctionMode):
+    """Makes modules whose weights are allocated and not filled, in one dtype.
+
+    The usual way, the meta device, imports PyTorch's compiler: a second of every start.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("dtype") is None:
+            kwargs["dtype"] = self._dtype
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
 def _load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    with torch.device("meta"):
+    with torch.device(device), _Unfilled(dtype):
         decoder = Decoder(config).to(dtype)
-    decoder = decoder.to_empty(device=device)
-    if config.tied:
-        decoder.lm_head.weight = decoder.embed_tokens.weight  # `to_empty` parts what was shared.
     load_state(decoder, _read_tensors(folder), str(folder))
     return decoder.eval().requires_grad_(False)
 
