@@ -201,6 +201,7 @@ def engine_acceptance(folder: Path) -> tuple[list[int], list[int]]:
     """Accepted and offered drafts by depth, where the engine answers the training prompts."""
     target = load_target(folder / "target", torch.float32)
     head = read_head(folder / "run" / "head", target.shape)
+    head.network.load_state_dict(weights(folder / "run"))  # the head's file is rounded
     engine = Engine(target, EagleDrafter(head, target, Chain(3)), None, ())
     accepted, offered = [0] * 3, [0] * 3
     for row in open_training_set(folder / "set"):
