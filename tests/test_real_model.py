@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import aquiline
+from aquiline.checkpoints.head_names import shipped_head
 from aquiline.drafters.adaptive import Adaptive
-from aquiline.loading import Loaded, shipped_head
+from aquiline.loading import Loaded
 from aquiline.targets.packed import PackedDecoder
 from aquiline.targets.prepack import packable
 from tests.prompts import PROMPTS
