@@ -142,7 +142,7 @@ def break_config(folder, **changes):
         ({"hidden_size": 64}, "hidden_size 64 .*this target has 48"),
         ({"num_heads": None}, "lacks num_heads"),
         ({"num_heads": 4}, r"missing tensors \['heads.3"),
-        ({"num_blocks": 1}, r"unexpected tensors \['heads.0.1"),
+        ({"num_blocks": 1}, r"unexpected tensors \['heads.0.blocks.1"),
         ({"kind": "other"}, "allowed: medusa, hydra"),
         ({"draft_vocab_size": 98}, "exceeds vocab_size 97"),
         ({"draft_vocab_size": 90}, "neither d2t nor t2d"),

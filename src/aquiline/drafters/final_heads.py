@@ -70,22 +70,44 @@ class FinalHeadsConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W [x, extra] + b); begins as the identity.
+    """x + SiLU(W x + b); begins as the identity.
 
     Args:
         size: width of x.
-        extra: width of what is read beside x.
     """
 
-    def __init__(self, size: int, extra: int = 0) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(size + extra, size)
+        self.linear = nn.Linear(size, size)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, size) → (…, size)."""
         return x + nn.functional.silu(self.linear(x))
+
+
+class LinearHead(nn.Module):
+    """A linear map, then residual blocks; begins by passing on the feature, its first `size` inputs.
+
+    Args:
+        inputs: width of what it reads, the feature first.
+        size: width of the feature and of the stream.
+        blocks: residual blocks.
+    """
+
+    def __init__(self, inputs: int, size: int, blocks: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, size)
+        self.blocks = nn.Sequential(*(ResidualBlock(size) for _ in range(blocks)))
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.eye(size, inputs))
+            self.linear.bias.zero_()
+
+    def forward(self, read: Tensor) -> Tensor:
+        """(…, inputs) → (…, size)."""
+        result: Tensor = self.blocks(self.linear(read))
+        return result
 
 
 class FinalNetwork(nn.Module):

@@ -12,58 +12,44 @@ from aquiline.drafters.final_heads import (
     FinalHeadsConfig,
     FinalNetwork,
     FinalState,
-    ResidualBlock,
+    LinearHead,
     fill_tree,
 )
 from aquiline.targets.layers import RMSNorm
 from aquiline.tree import DraftTree
 
 
-class HydraHead(nn.Module):
-    """h + SiLU(W [h, e(root), e(d1), …, e(di)]), then more residual blocks.
-
-    Args:
-        config: sizes.
-        tokens: how many embeddings it reads, ≥ 1.
-    """
-
-    def __init__(self, config: FinalHeadsConfig, tokens: int) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.mix = nn.Linear((1 + tokens) * size, size)
-        nn.init.zeros_(self.mix.weight)
-        nn.init.zeros_(self.mix.bias)
-        self.blocks = nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_blocks - 1)))
-
-    def forward(self, final: Tensor, read: Tensor) -> Tensor:
-        """final (…, H) and the normed inputs (…, (1 + tokens) · H) → stream (…, H)."""
-        result: Tensor = self.blocks(final + nn.functional.silu(self.mix(read)))
-        return result
-
-
 class HydraNetwork(FinalNetwork):
-    """K heads; head i (from 0) reads the feature and the i + 1 last tokens of the path.
+    """K heads; head i (from 0) reads the feature and the i + 1 tokens of the path.
 
     Source: Hydra (arXiv 2402.05109 §3); differs: feature and embeddings are normed, since their
-    scales differ; one LM head for all heads.
+    scales differ; the first map is linear, so that it can begin as the regression of the feature
+    ahead; one LM head for all heads.
     """
 
     def __init__(self, config: FinalHeadsConfig) -> None:
         super().__init__(config)
         self.feature_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.embedding_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.heads = nn.ModuleList(HydraHead(config, i + 1) for i in range(config.num_heads))
+        size = config.hidden_size
+        self.heads = nn.ModuleList(LinearHead((2 + i) * size, size, config.num_blocks) for i in range(config.num_heads))
 
-    def stream(self, head: int, final: Tensor, embedded: Tensor) -> Tensor:
-        """The stream of one head.
+    def read(self, head: int, final: Tensor, embedded: Tensor) -> Tensor:
+        """What one head reads.
 
         Args:
             head: i, from 0.
             final: (…, H) features.
             embedded: (…, i + 1, H) embeddings of root, d1, …, di.
+
+        Returns:
+            (…, (2 + i) · H).
         """
-        read = torch.cat((self.feature_norm(final), self.embedding_norm(embedded).flatten(-2)), dim=-1)
-        result: Tensor = self.heads[head](final, read)
+        return torch.cat((self.feature_norm(final), self.embedding_norm(embedded).flatten(-2)), dim=-1)
+
+    def stream(self, head: int, final: Tensor, embedded: Tensor) -> Tensor:
+        """The stream of one head, (…, H); arguments as `read`."""
+        result: Tensor = self.heads[head](self.read(head, final, embedded))
         return result
 
 

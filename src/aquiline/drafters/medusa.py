@@ -12,29 +12,32 @@ from aquiline.drafters.final_heads import (
     FinalHeadsConfig,
     FinalNetwork,
     FinalState,
-    ResidualBlock,
+    LinearHead,
     fill_tree,
 )
 from aquiline.tree import DraftTree
 
 
 class MedusaNetwork(FinalNetwork):
-    """K stacks of residual blocks over the feature.
+    """K heads over the feature: a linear map, then residual blocks.
 
-    Source: Medusa (arXiv 2401.10774 §2.1.1); differs: one LM head for all heads, the target's
-    or a smaller one.
+    Source: Medusa (arXiv 2401.10774 §2.1.1); differs: the linear map, which can begin as the
+    regression of the feature ahead; one LM head for all heads, the target's or a smaller one.
     """
 
     def __init__(self, config: FinalHeadsConfig) -> None:
         super().__init__(config)
         self.heads = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_blocks)))
-            for _ in range(config.num_heads)
+            LinearHead(config.hidden_size, config.hidden_size, config.num_blocks) for _ in range(config.num_heads)
         )
 
+    def read(self, head: int, final: Tensor) -> Tensor:
+        """What one head (from 0) reads, (…, H) → (…, H)."""
+        return final
+
     def stream(self, head: int, final: Tensor) -> Tensor:
-        """The stream of one head (from 0), (…, H) → (…, H)."""
-        result: Tensor = self.heads[head](final)
+        """The stream of one head, (…, H) → (…, H)."""
+        result: Tensor = self.heads[head](self.read(head, final))
         return result
 
 

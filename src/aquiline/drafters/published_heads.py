@@ -34,7 +34,11 @@ class PublishedMedusaNetwork(MedusaNetwork):
     """
 
     def __init__(self, config: FinalHeadsConfig, *, lm_bias: bool = False) -> None:
-        super().__init__(config)
+        FinalNetwork.__init__(self, config)  # not the linear maps of our own heads
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_blocks)))
+            for _ in range(config.num_heads)
+        )
         self.lm_heads = _lm_heads(config, lm_bias)
 
     def stream(self, head: int, final: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ class HeadsSettings:
         kind: "medusa", "hydra" or "small-model".
         num_heads: K, heads of Medusa and Hydra.
         num_blocks: residual blocks of each head.
+        regress_positions: heads begin as the regression of the feature ahead over so many
+            positions of the data; 0 for none.
         own_lm_head: one LM head of the heads' own, trained, instead of the target's.
         num_layers: layers of the small model; half of them are copies of the target's first,
             half of its last ones.
@@ -57,6 +59,7 @@ class HeadsSettings:
     kind: str
     num_heads: int = 4
     num_blocks: int = 1
+    regress_positions: int = 40_000
     own_lm_head: bool = False
     num_layers: int = 4
     draft_vocab_size: int | None = None

@@ -26,12 +26,13 @@ from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.initial import draft_vocabulary
 from aquiline.training.new_students import new_student, save_student
 from aquiline.training.optim import make_optimisers, rate_factor, set_rate
+from aquiline.training.regression import Regression
 from aquiline.training.settings import MAY_CHANGE
 from aquiline.training.state import keep_freed_memory
 from aquiline.training.step import TrainingDiverged
 from aquiline.training.stream import Mixture, micro_batches
 from aquiline.training.student_validation import StudentAcceptance, measure_student
-from aquiline.training.students import Student, counted, lesson, student_loss
+from aquiline.training.students import HeadsStudent, Student, counted, lesson, student_loss
 from aquiline.training.trainer import TrainReport
 
 _VALIDATION_POSITIONS = 15_000
@@ -75,6 +76,8 @@ def train_heads(settings: HeadsSettings, *, resume: bool = False) -> TrainReport
     run = _start(settings)
     if resume and (output / "checkpoint.pt").is_file():
         _restore(run, output / "checkpoint.pt")
+    elif isinstance(run.student, HeadsStudent) and settings.regress_positions:
+        _regress(run, run.student)
     try:
         with _signals(run), ThreadPoolExecutor(len(run.replicas)) as pool:
             _loop(run, pool)
@@ -85,6 +88,24 @@ def train_heads(settings: HeadsSettings, *, resume: bool = False) -> TrainReport
     _save(run)
     alphas = {name: measured.alphas for name, measured in run.acceptance.items()}
     return TrainReport(run.step, run.seen, time.monotonic() - began, alphas, run.stopped or "finished")
+
+
+def _regress(run: _Run, student: HeadsStudent) -> None:
+    """Gives the heads a start; the conversations are the first ones of the data."""
+    settings = run.settings
+    ahead = Mixture(run.mixture.sets, run.mixture.weights, settings.max_length, settings.seed, run.mixture.limit)
+    began, regression = time.monotonic(), Regression(student)
+    there = sum(int(data.lengths.clip(max=settings.max_length).sum()) for data in run.mixture.sets)
+    for source, index in ahead.next_batch(min(settings.regress_positions, there)):
+        text = _text(run.mixture.sets[source], index, settings.max_length)
+        regression.add(lesson([(*text, _final(run, source, index, text[0]))]))
+    regression.solve()
+    seconds = time.monotonic() - began
+    _log(
+        run,
+        {"regressed_on": regression.rows, "seconds": seconds},
+        f"heads begin as the regression of the feature ahead, over {regression.rows:,} positions ({seconds:.0f} s)",
+    )
 
 
 @contextmanager

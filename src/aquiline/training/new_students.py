@@ -26,8 +26,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 def new_student(settings: HeadsSettings, target: Decoder, target_head: Tensor) -> Student:
     """Makes an untrained student.
 
-    Heads begin as the identity, so that they read out the next token's distribution; a small
-    model begins as copies of the target's first and last layers.
+    Heads begin by passing on the feature (`aquiline.training.regression` gives them a better
+    start); a small model begins as copies of the target's first and last layers.
 
     Args:
         settings: kind and sizes.

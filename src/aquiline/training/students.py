@@ -104,14 +104,18 @@ class HeadsStudent:
         return self.network.lm_head.weight if self.network.config.own_lm_head else self._target_head
 
     def streams(self, given: Lesson) -> list[Tensor]:
-        """See `Student.streams`; near an end the tokens wrap around and do not count."""
+        """See `Student.streams`."""
+        return [self.network.heads[depth](read) for depth, read in enumerate(self.reads(given))]
+
+    def reads(self, given: Lesson) -> list[Tensor]:
+        """Per depth, (n, inputs) what its head reads; near an end the tokens wrap around and do not count."""
         network = self.network
         if isinstance(network, MedusaNetwork):
-            return [network.stream(depth, given.final) for depth in range(self.depths)]
+            return [network.read(depth, given.final) for depth in range(self.depths)]
         assert isinstance(network, HydraNetwork)
         embedded = self._target.embed(given.tokens).to(given.final.dtype)
         path = torch.stack([embedded.roll(-1 - i, 0) for i in range(self.depths)], dim=1)
-        return [network.stream(depth, given.final, path[:, : depth + 1]) for depth in range(self.depths)]
+        return [network.read(depth, given.final, path[:, : depth + 1]) for depth in range(self.depths)]
 
     def replica(self) -> HeadsStudent:
         """See `Student.replica`."""
