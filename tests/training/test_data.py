@@ -418,7 +418,7 @@ def test_the_progress_line_counts(
     source: Path, smollm2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(source, smollm2_folder, tmp_path / "set", max_length=99, progress=True)
-    assert "3 records, 3 kept, 0 refused" in capsys.readouterr().out
+    assert "3 records, 3 kept, 0 refused" in capsys.readouterr().err
 
 
 def test_limit(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:
