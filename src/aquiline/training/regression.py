@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aquiline.training.students import HeadsStudent, Lesson, rows_that_count
+from aquiline.training.students import HeadsStudent, Lesson, head_modules, rows_that_count
 
 _RIDGE = 1e-3  # of the mean of the inputs' second moments
 
@@ -47,7 +47,7 @@ class Regression:
     @torch.no_grad()
     def solve(self) -> None:
         """Writes the maps into the heads; the LM head reads them as it reads the feature."""
-        for head, moments in zip(self._student.network.heads, self._moments, strict=True):
+        for head, moments in zip(head_modules(self._student.network), self._moments, strict=True):
             if moments is None or not float(moments[0][-1, -1]):
                 continue  # no text is that long: the head keeps its start
             squares, products = (part.double() for part in moments)

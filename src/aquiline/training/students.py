@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from aquiline.drafters.final_heads import FinalNetwork
+from aquiline.drafters.final_heads import FinalNetwork, LinearHead
 from aquiline.drafters.hydra import HydraNetwork
 from aquiline.drafters.medusa import MedusaNetwork
 from aquiline.targets.decoder import Decoder, DecoderConfig
@@ -83,6 +83,11 @@ class Student(Protocol):
         ...
 
 
+def head_modules(network: FinalNetwork) -> list[LinearHead]:
+    """The heads of a network, by depth, with their type."""
+    return cast("list[LinearHead]", list(cast(nn.ModuleList, network.heads)))
+
+
 class HeadsStudent:
     """Medusa or Hydra heads.
 
@@ -105,7 +110,7 @@ class HeadsStudent:
 
     def streams(self, given: Lesson) -> list[Tensor]:
         """See `Student.streams`."""
-        return [self.network.heads[depth](read) for depth, read in enumerate(self.reads(given))]
+        return [head(read) for head, read in zip(head_modules(self.network), self.reads(given), strict=True)]
 
     def reads(self, given: Lesson) -> list[Tensor]:
         """Per depth, (n, inputs) what its head reads; near an end the tokens wrap around and do not count."""
