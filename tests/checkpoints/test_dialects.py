@@ -366,3 +366,25 @@ def test_two_heads_in_one_file(tmp_path: Path) -> None:
     twice = fixtures.eagle3() | {n: t for n, t in fixtures.eagle3("layers.0").items() if n.startswith("layers.0")}
     with pytest.raises(ValueError, match="both are the first layer"):
         inspect_head(_eagle3(tmp_path, twice), TARGET)
+
+
+# -- written by their own libraries (interop/write_fixtures.py) ------------------------------
+
+THEIRS = Path(__file__).parent / "fixtures"
+
+
+def test_modelopts_own_export() -> None:
+    """ModelOpt 0.47: layer outputs, and a yarn scaling that it injects on export."""
+    head, report = read_any_head(THEIRS / "modelopt", TARGET)
+    assert report.dialect == "modelopt" and report.config.features == DEFAULT_FEATURES
+    assert torch.equal(head.draft_to_target, IDS)
+    rope = report.config.layer.rope
+    assert (rope.kind, rope.scaling["factor"], rope.original_max_positions) == ("yarn", 32.0, 2048)
+
+
+def test_speculators_own_save() -> None:
+    """speculators 0.9 with the norms of EAGLE 3.1."""
+    head, report = read_any_head(THEIRS / "speculators", TARGET)
+    assert report.dialect == "speculators" and report.config.features == DEFAULT_FEATURES
+    assert report.config.fc_norm and report.config.norm_output and not report.config.norm_before_residual
+    assert torch.equal(head.draft_to_target, IDS) and report.config.layer.rope.theta == 5000

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aquiline.checkpoints.final_heads import build_final_network, read_final_heads, write_final_heads
-from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, sparse_tree
+from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, lm_head_rows, sparse_tree
 from aquiline.drafters.hydra import Hydra
 from aquiline.drafters.medusa import Medusa
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
@@ -48,6 +48,19 @@ def test_a_reduced_vocabulary_equals_plain(target, kind, own):
     drafter = Validating(DRAFTERS[kind](made, target, TREE))
     stats = assert_equal_to_plain(target, drafter, [prompt for prompt, _ in texts()], SamplingParams(), budget=50)
     assert stats.mean_accept_length > 1.1
+
+
+def test_rows_of_the_lm_head_are_found_where_it_is_linear(target):
+    ids = torch.tensor([3, 50, 96])
+    torch.testing.assert_close(lm_head_rows(target, ids).double(), target.lm_head.weight[ids], rtol=1e-6, atol=1e-6)
+
+    class Capped:
+        shape, dtype, device = target.shape, target.dtype, target.device
+
+        def project(self, hidden):
+            return 5 * torch.tanh(target.project(hidden) / 5)
+
+    assert lm_head_rows(Capped(), ids) is None
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

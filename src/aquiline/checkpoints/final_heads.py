@@ -100,7 +100,7 @@ def write_final_heads(folder: str | Path, heads: FinalHeads, dtype: torch.dtype 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().to(dtype).contiguous().cpu() for name, t in heads.network.state_dict().items()}
     if heads.draft_to_target is not None:
-        tensors["d2t"] = offsets(heads.draft_to_target)
+        tensors["d2t"] = offsets(heads.draft_to_target).to(torch.int32)
     config: dict[str, Any] = {"format": FORMAT, "architectures": [type(heads.network).__name__]}
     config |= dataclasses.asdict(heads.config)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -189,6 +189,8 @@ class FinalDrafter:
         if isinstance(policy, Chain) and policy.min_prob:
             raise ValueError(f"{config.kind} heads draft chains of fixed length; min_prob must be 0")
         self.heads, self.target, self.policy = heads, target, policy
+        reduced = heads.draft_to_target is not None and not config.own_lm_head
+        self._read_out = lm_head_rows(target, heads.draft_to_target) if reduced else None
 
     def new_state(self, rows: int, capacity: int) -> FinalState:
         """Allocates the rows' features."""
@@ -219,11 +221,38 @@ class FinalDrafter:
         paths = self.policy.paths if isinstance(self.policy, StaticTree) else chain
         return [path for path in paths if max_depth is None or len(path) <= max_depth]
 
+    def logits(self, stream: Tensor) -> Tensor:
+        """Reads streams out over the draft vocabulary, (…, H) → (…, Vd), at least float32."""
+        if self._read_out is None:
+            return self.heads.logits(stream, self.target)
+        logits = nn.functional.linear(stream.to(self._read_out.dtype), self._read_out)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
     def scored(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest of draft logits (…, Vd), as log-probabilities and target ids (…, k)."""
         values, ids = logits.topk(k, dim=-1)
         mapping = self.heads.draft_to_target
         return values - logits.logsumexp(-1, keepdim=True), ids if mapping is None else mapping[ids]
+
+
+def lm_head_rows(target: Target, ids: Tensor | None) -> Tensor | None:
+    """The rows of a target's LM head for some tokens, (Vd, H): reading these out is cheaper than all.
+
+    Found by projecting the unit vectors, since a `Target` does not show its weights; None where
+    the read-out is not linear (a soft-cap, a bias).
+
+    Args:
+        target: the target.
+        ids: (Vd,) int64.
+    """
+    if ids is None:
+        return None
+    size = target.shape.hidden_size
+    rows = target.project(torch.eye(size, dtype=target.dtype, device=target.device))[:, ids].t()
+    probe = torch.linspace(-3, 3, size, dtype=target.dtype, device=target.device)[None]
+    expected, found = target.project(probe)[0, ids], rows.to(probe.dtype) @ probe[0]
+    close = torch.allclose(found.to(expected.dtype), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+    return rows.to(target.dtype).contiguous() if close else None
 
 
 def fill_tree(root: Tensor, paths: Sequence[tuple[int, ...]], candidates: Candidates) -> DraftTree:

@@ -77,6 +77,6 @@ class Hydra(FinalDrafter):
             path_tokens = tokens[:, torch.tensor([lines[node] for node in nodes], device=tokens.device)]
             embedded = self.target.embed(path_tokens).to(final.dtype)  # (B, W, depth, H)
             stream = network.stream(depth - 1, final[:, None].expand(-1, len(nodes), -1), embedded)
-            return self.scored(self.heads.logits(stream, self.target), k)
+            return self.scored(self.logits(stream), k)
 
         return fill_tree(root, paths, candidates)

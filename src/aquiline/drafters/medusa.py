@@ -58,11 +58,7 @@ class Medusa(FinalDrafter):
         final = state.feature[list(rows)]
         depths = range(max((len(path) for path in paths), default=0))
         # (B, depth, Vd): one matrix product reads out all heads.
-        logits = (
-            self.heads.logits(torch.stack([network.stream(d, final) for d in depths], 1), self.target)
-            if paths
-            else None
-        )
+        logits = self.logits(torch.stack([network.stream(d, final) for d in depths], 1)) if paths else None
 
         def candidates(depth: int, nodes: Sequence[int], tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
             assert logits is not None
