@@ -241,7 +241,8 @@ def test_a_learned_prompt_is_refused() -> None:
 @pytest.mark.oracle
 def test_peft() -> None:
     """A LoRA adapter of the library itself."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     model = copy.deepcopy(tiny.hf_model("qwen3"))
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     settings.init_lora_weights = False
