@@ -95,7 +95,7 @@ def _tuned(
     choice = read_tuned(file)
     if path is not None and choice.target_fingerprint not in (None, target_fingerprint(path)):
         logger.warning("%s was tuned on another target; tune again for this one", file)
-    if choice.tree is None:
+    if choice.draft is None:
         return None, None
     return choice.draft if draft == "auto" else draft, choice.tree
 

@@ -1,13 +1,17 @@
 """Questions from a hub, with records of the shapes that the data sets have."""
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from aquiline.bench.download import HUB_TASKS, download_questions
 from aquiline.bench.tasks import load_questions
+from tests.command_line import call
 
 RECORDS: dict[str, dict[str, Any]] = {
     "HuggingFaceH4/mt_bench_prompts": {"category": "writing", "prompt": ["Write.", "Again."]},
@@ -53,3 +57,28 @@ def test_refusals(tmp_path: Path) -> None:
         download_questions(tmp_path, ["rag"], load=fake_hub)
     with pytest.raises(ValueError, match="count is 0"):
         download_questions(tmp_path, count=0, load=fake_hub)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fake_hub))
+    folder = tmp_path / "hub"
+    words = ("bench", "--download", folder, "--tasks", "gsm8k", "qa", "--per-task", 2)
+    result = call(capsys, *words, "--json")
+    assert result.code == 0
+    assert json.loads(result.out) == [str(folder / "gsm8k.jsonl"), str(folder / "qa.jsonl")]
+    assert len(load_questions([folder])) == 4
+    assert call(capsys, *words).out.split() == json.loads(result.out)  # kept: nothing is fetched again
+
+
+def test_the_command_without_the_package_or_a_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    result = call(capsys, "bench", "--download", tmp_path)
+    assert result.code == 1 and result.out == "" and 'pip install "aquiline[datasets]"' in result.error
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
+    result = call(capsys, "bench", "--download", tmp_path)
+    assert result.code == 1 and "from the hub (no route); check the network" in result.error

@@ -16,14 +16,19 @@ from aquiline.bench.methods import Bed, Method
 from aquiline.bench.profile import Costs, candidates, make_profile, predict
 from aquiline.bench.recorder import Step, recorded
 from aquiline.bench.records import Record
-from aquiline.bench.tune import Source, TuneSettings, read_tuned_tree, tune
+from aquiline.bench.tune import LARGEST, Source, TuneSettings, read_tuned_tree, tune
+from aquiline.bench.tune_sources import find_sources
+from aquiline.checkpoints.final_heads import write_final_heads
+from aquiline.checkpoints.safeailab import write_head
 from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.medusa import Medusa
 from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
 from aquiline.drafting import make_drafter
 from aquiline.tree import from_lists
 from tests import tiny
 from tests.bench.scripted import ScriptedDrafter, path_bed
+from tests.drafters.overfit import heads
 from tests.knowing_drafter import known_from
 
 CURVE = [{"tokens": 1, "seconds": 1.0}, {"tokens": 11, "seconds": 2.0}]
@@ -162,6 +167,43 @@ def test_prompt_lookup_is_tuned_where_no_head_ships(setting: tuple[Bed, TuneSett
     report = tune(settings, bed)
     assert {row["draft"] for row in report.rows} == {None, "prompt-lookup"}
     assert report.choice.draft in (None, "prompt-lookup")
+
+
+@pytest.fixture(name="shipped")
+def _shipped(tmp_path: Path) -> Bed:
+    """A tiny target with an EAGLE-3 head and Medusa heads."""
+    write_head(tmp_path / "eagle3", tiny.head("eagle3"), torch.float64)
+    write_final_heads(tmp_path / "medusa", heads("medusa"), torch.float64)
+    kinds = {kind: str(tmp_path / kind) for kind in ("eagle3", "medusa")}
+    return Bed(tiny.decoder("llama"), None, (), None, "tiny", kinds)
+
+
+def test_all_heads_that_ship_are_contestants_beside_the_default(shipped: Bed, tmp_path: Path) -> None:
+    sources, others = find_sources(shipped, "auto", LARGEST)
+    assert [source.draft for source in sources] == [str(tmp_path / "eagle3"), "prompt-lookup"]
+    assert [(other.draft, other.policy) for other in others] == [("auto", None), (str(tmp_path / "medusa"), None)]
+    medusa = others[1].drafter
+    assert isinstance(medusa, Medusa) and others[1].label == "medusa (medusa)"
+
+
+def test_a_head_with_one_tree_is_a_contestant_as_it_is(
+    shipped: Bed, setting: tuple[Bed, TuneSettings, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed, settings, _ = setting
+    folder = str(tmp_path / "medusa")
+    sources, others = find_sources(shipped, folder, LARGEST)
+    assert [source.draft for source in sources] == ["prompt-lookup"] and [other.draft for other in others] == [folder]
+    monkeypatch.setattr(tuning, "find_sources", lambda *_: ([], [replace(others[0], drafter=None)]))
+
+    def stand_in(bed: Bed, method: Method, case: Case) -> Record:
+        return replace(measure(bed, method, case), seconds=1e9 if method.label == "plain" else 1.0)
+
+    monkeypatch.setattr(tuning, "measure", stand_in)
+    report = tune(settings, bed)
+    assert (report.choice.draft, report.choice.tree) == (folder, None)
+    assert isinstance(make_drafter("auto", report.path, shipped.target, None)[0], Medusa)
+    with pytest.raises(ValueError, match="was fastest with its own default"):
+        read_tuned_tree(report.path)
 
 
 def test_too_few_prompts(tmp_path: Path) -> None:

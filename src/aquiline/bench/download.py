@@ -73,7 +73,7 @@ def download_questions(
 
     Raises:
         ValueError: an unknown task or count.
-        RuntimeError: the hub did not give a data set.
+        RuntimeError: the hub did not give a data set, or the package datasets is not there.
     """
     if count < 1:
         raise ValueError(f"count is {count}; allowed: ≥ 1")
@@ -81,13 +81,22 @@ def download_questions(
     for name in names:
         if name not in HUB_TASKS:
             raise ValueError(f"task {name!r} is on no hub; there are: {', '.join(HUB_TASKS)}")
-    if load is None:
-        import datasets
-
-        load = datasets.load_dataset
+    load = load or _hub()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return [_download(folder / f"{name}.jsonl", HUB_TASKS[name], count, load) for name in names]
+
+
+def _hub() -> LoadDataset:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            'the papers\' questions are read with the package datasets: pip install "aquiline[datasets]", or leave the '
+            "questions out to use the embedded set"
+        ) from error
+    load: LoadDataset = datasets.load_dataset
+    return load
 
 
 def _download(file: Path, task: HubTask, count: int, load: LoadDataset) -> Path:

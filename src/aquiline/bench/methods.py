@@ -12,6 +12,7 @@ import torch
 from aquiline.checkpoints.head_names import SHIPPED, resolve_head
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.drafting import GPU_TREE, make_drafter
@@ -255,6 +256,8 @@ def _with_options(make: Any, spec: MethodSpec) -> Any:
 
 def _described(drafter: Any) -> str:
     """Settings in words, for the report."""
+    if isinstance(drafter, LookupFirst):
+        return f"lookup ({_described(drafter.lookup)}), else {_described(drafter.other)}"
     if hasattr(drafter, "first"):
         return f"{_described(drafter.first)} + lookup ({_described(drafter.second)})"
     policy = getattr(drafter, "policy", None)

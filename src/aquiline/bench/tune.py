@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,21 @@ import torch
 from aquiline.bench.cost import cost_curve
 from aquiline.bench.environment import environment
 from aquiline.bench.measure import Case, measure
-from aquiline.bench.methods import Bed, Method, find_head
-from aquiline.bench.profile import Costs, Prediction, Profile, candidates, make_profile, predict
+from aquiline.bench.methods import Bed, Method
+from aquiline.bench.profile import Costs, Prediction, Profile, make_profile, predict
 from aquiline.bench.recorder import recorded
 from aquiline.bench.records import Record
 from aquiline.bench.runner import encode_turns, open_bed
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
-from aquiline.checkpoints.head_names import SHIPPED
-from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
+from aquiline.bench.tune_sources import Candidate, Source, find_sources
+from aquiline.drafters.tree_policy import Chain, DynamicTree
 from aquiline.drafters.tuned import TunedChoice, read_tuned_tree, tree_record, write_tuned
-from aquiline.drafting import make_drafter
 
-__all__ = ["TuneReport", "TuneSettings", "read_tuned_tree", "tune"]
+__all__ = ["Source", "TuneReport", "TuneSettings", "read_tuned_tree", "tune"]
 
 logger = logging.getLogger("aquiline")
 
-LOOKUP_DEPTH = 10
 PROBE_CHAIN = 6
 LARGEST = DynamicTree(num_nodes=48, depth=6, top_k=6)
 
@@ -43,7 +38,7 @@ class TuneSettings:
 
     Attributes:
         target: alias, folder, GGUF file or hub id.
-        draft: "auto" (a head that ships for the target), or a head's folder.
+        draft: "auto" (the heads that ship for the target), or a head's name or folder.
         prompts: files or folders of the user's prompts; empty: the embedded questions.
         num_prompts: most prompts to use; every second one proposes, the others confirm.
         max_new_tokens: budget of an answer.
@@ -78,25 +73,6 @@ class TuneSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
-    """A method that could be chosen.
-
-    Attributes:
-        label: in the report.
-        draft: what `load` takes.
-        policy: its tree; None for plain decoding.
-        drafter: ready to run.
-        prediction: what it was proposed for; None for plain and the default.
-    """
-
-    label: str
-    draft: str | None
-    policy: TreePolicy | None
-    drafter: Drafter | None
-    prediction: Prediction | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class TuneReport:
     """What tuning found.
 
@@ -113,27 +89,6 @@ class TuneReport:
     text: str
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A drafter family to tune.
-
-    Attributes:
-        draft: what `load` takes.
-        name: in labels.
-        make: tree → drafter.
-        probe: the tree whose acceptance is recorded.
-        options: trees to choose among.
-        default: the tree that load() takes, or None.
-    """
-
-    draft: str
-    name: str
-    make: Callable[[TreePolicy], Drafter]
-    probe: DynamicTree | Chain
-    options: Sequence[Chain | DynamicTree]
-    default: TreePolicy | None = None
-
-
 def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Source] | None = None) -> TuneReport:
     """Proposes trees from a cost curve and an acceptance profile, confirms them, writes the winner.
 
@@ -145,7 +100,8 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
     Args:
         settings: the run.
         bed: a loaded target; None loads the one that the settings name.
-        sources: drafter families; None: the target's EAGLE head and prompt lookup.
+        sources: drafter families; None: the target's EAGLE head and prompt lookup; what drafts only
+            one tree (Medusa, Hydra, load()'s default) is a contestant as it is.
 
     Raises:
         ValueError: too few prompts, or a head that does not fit.
@@ -155,8 +111,9 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
     bed = bed or open_bed(BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device))
     proposing, confirming = _split(bed, settings)
     curve = cost_curve(bed.target)
-    proposed: list[Candidate] = []
-    for source in sources if sources is not None else _sources(bed, settings):
+    found = (sources, []) if sources is not None else find_sources(bed, settings.draft, settings.largest)
+    proposed = list(found[1])
+    for source in found[0]:
         proposed += _propose(bed, source, proposing, curve, settings.finalists)
     contestants = [Candidate("plain", None, None, None), *_unique(proposed)]
     records = _confirm(bed, contestants, confirming)
@@ -191,39 +148,6 @@ def _split(bed: Bed, settings: TuneSettings) -> tuple[list[Case], list[Case]]:
     count = min(settings.num_prompts, len(cases))
     chosen = [cases[i * len(cases) // count] for i in range(count)]
     return chosen[::2], chosen[1::2]
-
-
-def _sources(bed: Bed, settings: TuneSettings) -> list[Source]:
-    found = [_lookup_source()]
-    draft = settings.draft
-    if draft == "auto":
-        try:
-            head = find_head("eagle3", bed)
-            # By its name: the file must hold on another machine too.
-            draft = head.name if head.parent == SHIPPED else str(head)
-        except ValueError as error:
-            logger.info("prompt lookup alone is tuned: %s", error)
-            return found
-    folder = draft
-    first, name = make_drafter(folder, None, bed.target, bed.path)
-    if not isinstance(first, EagleDrafter):
-        raise ValueError(f"{folder} is {name}; tune takes EAGLE heads (and always tries prompt lookup)")
-
-    def make(policy: TreePolicy) -> Drafter:
-        drafter, _ = make_drafter(folder, policy, bed.target, bed.path)
-        assert drafter is not None
-        return drafter
-
-    return [Source(folder, name, make, settings.largest, candidates(settings.largest), first.policy), *found]
-
-
-def _lookup_source() -> Source:
-    def make(policy: TreePolicy) -> Drafter:
-        assert isinstance(policy, Chain)
-        return PromptLookup(depth=policy.depth)
-
-    depths = [Chain(depth) for depth in range(1, LOOKUP_DEPTH + 1)]
-    return Source("prompt-lookup", "prompt lookup", make, Chain(LOOKUP_DEPTH), depths)
 
 
 def _propose(

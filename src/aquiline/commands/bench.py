@@ -49,6 +49,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cost-curve", dest="cost_curve", action="store_false", default=None)
     parser.add_argument("--json", action="store_true", help="print results.json instead of the table")
     parser.add_argument("--list", action="store_true", help="list methods and tasks, and end")
+    parser.add_argument(
+        "--download",
+        metavar="DIR",
+        help="get the papers' questions from the model hub, as files for --questions, and end; "
+        "--tasks and --per-task choose",
+    )
     group = parser.add_argument_group("the papers' findings, reproduced small")
     group.add_argument(
         "--ablations",
@@ -66,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     if arguments.list:
         return _list(arguments.json)
+    if arguments.download is not None:
+        return _download(arguments)
     if arguments.ablations:
         return _ablations(arguments)
     for name in ("positions", "seeds", "heads"):
@@ -77,6 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
     report = run_bench(BenchSettings(**{**PRESETS[arguments.preset], **_given(arguments)}), quiet=arguments.quiet)
     print(json.dumps(report.results) if arguments.json else report.markdown)
     logger.info("report: %s", report.folder / "report.html")
+    return 0
+
+
+def _download(arguments: argparse.Namespace) -> int:
+    from aquiline.bench.download import download_questions
+
+    chosen = {} if arguments.per_task is None else {"count": arguments.per_task}
+    files = download_questions(Path(arguments.download).expanduser(), arguments.tasks or (), **chosen)
+    print(json.dumps([str(file) for file in files]) if arguments.json else "\n".join(map(str, files)))
+    logger.info("use them: aquiline bench --questions %s", arguments.download)
     return 0
 
 

@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     from aquiline.bench.tune import TuneSettings, tune
-    from aquiline.checkpoints.head_names import resolve_head
+    from aquiline.checkpoints.head_names import SHIPPED, resolve_head
 
     names = (
         "target", "draft", "output", "num_prompts", "max_new_tokens", "temperature", "seed", "finalists", "dtype",
@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     if "seed" in given and not given.get("temperature"):
         logger.warning("--seed has no effect at temperature 0, which is greedy")
     if given.get("draft", "auto") != "auto":
-        given["draft"] = str(resolve_head(given["draft"]))
+        head = resolve_head(given["draft"])
+        given["draft"] = head.name if head.parent == SHIPPED else str(head)  # a name holds on another machine too
     report = tune(TuneSettings(prompts=tuple(arguments.prompts), **given))
     if arguments.json:
         record = {"path": str(report.path), "choice": dataclasses.asdict(report.choice), "contestants": report.rows}

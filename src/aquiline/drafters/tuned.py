@@ -22,9 +22,9 @@ class TunedChoice:
 
     Attributes:
         method: "plain", or what drafts, in words.
-        draft: what `load` takes as its draft: a head's folder or name, "prompt-lookup", or None
-            for plain decoding.
-        tree: the shape of the drafts; None for plain decoding.
+        draft: what `load` takes as its draft: "auto", a head's folder or name, "prompt-lookup", or
+            None for plain decoding.
+        tree: the shape of the drafts; None for the draft's own default, or for plain decoding.
         target_fingerprint: of the target that it was measured on, or None.
     """
 
@@ -103,9 +103,12 @@ def read_tuned_tree(path: str | Path) -> TreePolicy:
     """The tree of the file.
 
     Raises:
-        ValueError: as `read_tuned`; or plain decoding was fastest, which has no tree.
+        ValueError: as `read_tuned`; or what was fastest has no tree: plain decoding, or a draft
+            with its own default.
     """
     choice = read_tuned(path)
-    if choice.tree is None:
+    if choice.draft is None:
         raise ValueError(f"{path}: plain decoding was fastest, so there is no tree; load with draft=None")
+    if choice.tree is None:
+        raise ValueError(f"{path}: {choice.draft} was fastest with its own default; load with draft={choice.draft!r}")
     return choice.tree

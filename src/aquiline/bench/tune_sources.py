@@ -1,0 +1,120 @@
+"""What tuning chooses among: families of trees for one draft, and drafts that have only their default."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from aquiline.bench.methods import Bed, find_head
+from aquiline.bench.profile import Prediction, candidates
+from aquiline.checkpoints.head_names import SHIPPED
+from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
+from aquiline.drafting import make_drafter
+
+logger = logging.getLogger("aquiline")
+
+LOOKUP_DEPTH = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A method that could be chosen.
+
+    Attributes:
+        label: in the report.
+        draft: what `load` takes; None for plain decoding.
+        policy: its tree; None for plain decoding and for a draft's own default.
+        drafter: ready to run.
+        prediction: what it was proposed for; None where nothing was predicted.
+    """
+
+    label: str
+    draft: str | None
+    policy: TreePolicy | None
+    drafter: Drafter | None
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A drafter family to tune.
+
+    Attributes:
+        draft: what `load` takes.
+        name: in labels.
+        make: tree → drafter.
+        probe: the tree whose acceptance is recorded.
+        options: trees to choose among.
+        default: the tree that load() takes, or None.
+    """
+
+    draft: str
+    name: str
+    make: Callable[[TreePolicy], Drafter]
+    probe: DynamicTree | Chain
+    options: Sequence[Chain | DynamicTree]
+    default: TreePolicy | None = None
+
+
+def find_sources(bed: Bed, draft: str, largest: DynamicTree) -> tuple[list[Source], list[Candidate]]:
+    """Families to propose trees from, and drafts that run as they are.
+
+    Args:
+        bed: the target.
+        draft: "auto" (all heads that ship for the target), or a head's name or folder.
+        largest: the tree of an EAGLE head whose acceptance is recorded.
+
+    Raises:
+        ValueError: a head that does not fit.
+    """
+    lookup = _lookup_source()
+    if draft == "auto":
+        shipped = dict(_shipped(bed))
+        if "eagle3" not in shipped:
+            logger.info("no EAGLE-3 head ships for %s: load()'s default is prompt lookup", bed.name)
+            return [lookup], [_as_it_is(bed, name) for name in shipped.values()]
+        others = [_as_it_is(bed, name) for kind, name in shipped.items() if kind != "eagle3"]
+        return [_eagle_source(bed, shipped["eagle3"], largest), lookup], [_as_it_is(bed, "auto"), *others]
+    drafter, _ = make_drafter(draft, None, bed.target, bed.path)
+    if isinstance(drafter, EagleDrafter):
+        return [_eagle_source(bed, draft, largest), lookup], []
+    return [lookup], [_as_it_is(bed, draft)]
+
+
+def _shipped(bed: Bed) -> Iterator[tuple[str, str]]:
+    """Kind and name of the heads that ship for the target: a name holds on another machine too."""
+    for kind in ("eagle3", "eagle", "medusa", "hydra"):
+        try:
+            head = find_head(kind, bed)
+        except ValueError:
+            continue  # none ships, and nobody asked for it
+        yield kind, head.name if head.parent == SHIPPED else str(head)
+
+
+def _as_it_is(bed: Bed, draft: str) -> Candidate:
+    drafter, name = make_drafter(draft, None, bed.target, bed.path)
+    return Candidate(f"{draft}: {name}" if draft == "auto" else name, draft, None, drafter)
+
+
+def _eagle_source(bed: Bed, draft: str, largest: DynamicTree) -> Source:
+    def make(policy: TreePolicy | None) -> EagleDrafter:
+        drafter, _ = make_drafter(draft, policy, bed.target, bed.path)
+        assert isinstance(drafter, EagleDrafter)
+        return drafter
+
+    _, name = make_drafter(draft, None, bed.target, bed.path)
+    return Source(draft, name, make, largest, candidates(largest), make(None).policy)
+
+
+def _lookup_source() -> Source:
+    def make(policy: TreePolicy) -> Drafter:
+        assert isinstance(policy, Chain)
+        return PromptLookup(depth=policy.depth)
+
+    depths = [Chain(depth) for depth in range(1, LOOKUP_DEPTH + 1)]
+    default = Chain(PromptLookup().depth)
+    return Source("prompt-lookup", "prompt lookup", make, Chain(LOOKUP_DEPTH), depths, default)
