@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,27 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "wrong target vocabulary": (_config(vocab_size=50), r"vocab_size 50, this target has\s+40"),
     "layer beyond the target": (_config(eagle_aux_hidden_state_layer_ids=[2, 5, 11]), r"lead outside the target's 10"),
     "layer twice": (_config(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), r"expected a list of different layer numbers"),
+    "no layers": (_config(eagle_aux_hidden_state_layer_ids=[]), r"layer_ids = \[\], expected a list of different"),
+    "no layers inside": (
+        _config(eagle_config={"eagle_aux_hidden_state_layer_ids": []}),
+        r"layer_ids = \[\], expected a list of different",
+    ),
+    "no map and no draft vocabulary": (
+        _config(draft_vocab_size=...),
+        r'lm_head\.weight has shape \(12, 16\).*write "draft_vocab_size": 12',
+    ),
+    "architectures as a number": (_config(architectures=5), r"says architectures = 5, expected a list of names"),
+    "architectures as text": (_config(architectures="Llama"), r"architectures = 'Llama', expected a list of names"),
+    "a flag as text": (_config(norm_output="false"), r"norm_output = 'false', expected true or false"),
+    "rope base as text": (_config(rope_theta="10000"), r"rope_theta = '10000', expected a number > 0"),
+    "rope base inside": (
+        _config(rope_parameters={"rope_theta": -1}),
+        r"says rope_parameters\.rope_theta = -1, expected",
+    ),
+    "a size beyond all bounds": (_config(hidden_size=10**30), r"hidden_size = 10+, expected a positive number up to"),
+    "layers without end": (_config(num_hidden_layers=10**9), r"num_hidden_layers = 10+, expected a number up to 128"),
+    "heads wider than the stream": (_config(num_attention_heads=32), r"num_attention_heads 32 give heads of width 0"),
+    "scaling without its factor": (_config(rope_scaling={"rope_type": "yarn"}), r"rope scaling 'yarn' lacks 'factor'"),
     "layers as text": (_config(eagle_aux_hidden_state_layer_ids="2"), r"expected a list of different layer numbers"),
     "two lists of layers": (
         _config(
@@ -320,6 +342,36 @@ def test_broken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         inspect_head(folder, TARGET)
     assert str(folder) in str(caught.value)
     assert not (tmp_path / "owned-by-a-pickle").exists()
+
+
+def _replaced(config: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Each key of a configuration, also of the objects in it, once with each value of another kind."""
+    for key, value in config.items():
+        for other in (5, -1, 1.5, True, "x", [], ["x"], {}, {"a": 1}, None, math.nan, 10**30):
+            yield key, other, config | {key: other}
+        if isinstance(value, dict):
+            for inner, other, changed in _replaced(value):
+                yield f"{key}.{inner}", other, config | {key: changed}
+
+
+@pytest.mark.parametrize("make", [fixtures.modelopt_config, fixtures.speculators_config])
+def test_a_value_of_any_kind_is_read_or_refused(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    """Never another exception than ValueError, and always with the folder's name."""
+    folder, refused = fixtures.write(tmp_path / "head", make(), fixtures.eagle3("layers.0")), 0
+    for key, value, config in _replaced(make()):
+        (folder / "config.json").write_text(json.dumps(config))
+        try:
+            inspect_head(folder, TARGET)
+        except ValueError as error:
+            assert str(folder) in str(error), (key, value)
+            refused += 1
+    assert refused > 100
+
+
+def test_a_reduced_vocabulary_in_an_eagle1_head(tmp_path: Path) -> None:
+    config = fixtures.llama_config(bias=False, draft_vocab_size=VD)
+    with pytest.raises(ValueError, match=r"draft_vocab_size = 12, but an EAGLE-1/2 head drafts all 40 tokens"):
+        inspect_head(fixtures.write(tmp_path, config, fixtures.eagle1()), TARGET)
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aquiline.checkpoints.config_kinds import check_kinds
 from aquiline.checkpoints.head_files import HeadFiles
 
 _OTHER_METHODS = {
@@ -73,9 +74,11 @@ def translate(files: HeadFiles) -> Translated:
         ValueError: for a method or an architecture that this engine does not run.
     """
     place, raw = str(files.folder), files.config
+    check_kinds(raw, place)
     _refuse_foreign(raw, place)
     dialect = _dialect(raw, files.tensors)
     config, notes = _flat(raw, dialect, place)
+    check_kinds(config, place)
     renamed = _renamed(files.tensors, dialect, place)
     kind = "eagle3" if _is_eagle3(renamed) else "eagle"
     if kind == "eagle3":

@@ -96,7 +96,7 @@ def read_stored_head(
     config = head_config(translated.kind, raw, tensors, target, ids, place)
     fc_notes = _check_fc_bias(translated, raw, config, place)
     check_tensors(config, tensors, place)
-    vocabulary = _vocabulary(config, d2t, t2d, place)
+    vocabulary = _vocabulary(config, raw, d2t, t2d, place)
     _check_embedding(config, embedding, place)
     stored = StoredHead(config, tensors, vocabulary.ids, embedding, raw.get("aquiline_target_fingerprint"))
     notes = (*translated.notes, *fc_notes, *_doubts(stored, raw, translated.dialect, target, choices))
@@ -132,7 +132,15 @@ def _check_fc_bias(translated: Translated, raw: Mapping[str, Any], config: HeadC
     return []
 
 
-def _vocabulary(config: HeadConfig, d2t: Tensor | None, t2d: Tensor | None, place: str) -> DraftVocabulary:
+def _vocabulary(
+    config: HeadConfig, raw: Mapping[str, Any], d2t: Tensor | None, t2d: Tensor | None, place: str
+) -> DraftVocabulary:
+    for key in ("draft_vocab_size", "truncated_vocab_size"):
+        if config.kind == "eagle" and (raw.get(key) or config.vocab_size) != config.vocab_size:
+            raise ValueError(
+                f"{place}: config.json says {key} = {raw[key]}, but an EAGLE-1/2 head drafts all {config.vocab_size} "
+                "tokens through the target's LM head; it is another method, or the key another head's"
+            )
     if config.kind == "eagle" and (d2t is not None or t2d is not None):
         raise ValueError(f"{place}: d2t or t2d is there, but an EAGLE-1/2 head drafts all tokens; it is another method")
     return resolve_vocabulary(d2t, t2d, config.draft_vocab_size, config.vocab_size, place)

@@ -55,17 +55,19 @@ def resolve_layer_ids(
         raise ValueError(f"layer-id convention {convention!r} is not known; allowed: boundary, output")
     nested = config.get("eagle_config") or {}
     top, inner = config.get(_KEY), nested.get(_KEY)
-    if top and inner and list(top) != list(inner):
+    for ids in (top, inner):
+        if ids is not None:
+            _check(ids, place)
+    if top and inner and top != inner:
         raise ValueError(
             f"{place}: {_KEY} is {top} at the top level and {inner} inside eagle_config; engines read either, "
             "keep the one that the head was trained with"
         )
     ids = top or inner
-    if not ids:
+    if ids is None:
         if num_layers is None:
             return LayerIds(("low", "middle", "high"), "not named: the target's layers 2, n//2, n−3")
         return LayerIds(eagle3_layers(num_layers), f"not named: the default 2, n//2, n−3 of {num_layers} layers")
-    _check(ids, place)
     where = "top level" if top else "eagle_config"
     if convention is None:
         convention = "output" if not top and ids[0] == 1 else "boundary"
@@ -84,6 +86,9 @@ def looks_like_outputs(features: tuple[Feature, ...], num_layers: int) -> bool:
 
 
 def _check(ids: Any, place: str) -> None:
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not whole or len(set(ids)) != len(ids) or min(ids) < 0:
-        raise ValueError(f"{place}: {_KEY} is {ids!r}, expected a list of different layer numbers")
+    whole = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
+    if not whole or len(set(ids)) != len(ids):
+        raise ValueError(
+            f"{place}: config.json says {_KEY} = {ids!r}, expected a list of different layer numbers, or no such key "
+            "for the target's layers 2, n//2, n−3"
+        )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.config_kinds import check_sizes
 from aquiline.checkpoints.layer_ids import LayerIds
 from aquiline.drafters.eagle import DraftHead, HeadConfig, build_network
 from aquiline.targets.layers import LayerConfig
@@ -19,7 +20,6 @@ from aquiline.targets.rope import RopeConfig, rope_from_hf
 from aquiline.targets.target import TargetShape
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _FLAGS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
@@ -100,7 +100,7 @@ def head_config(
     Raises:
         ValueError: if a size is missing or the head does not fit the target; says which.
     """
-    _check_sizes(config, target, place)
+    _check_target(config, target, place)
     try:
         return _head_config(kind, config, tensors, layer_ids)
     except ValueError as error:
@@ -158,25 +158,8 @@ def check_values(name: str, tensor: Tensor, place: str) -> None:
         raise ValueError(f"{place}: {name} holds NaN or infinity; the head is damaged, fetch or train it again")
 
 
-def _check_sizes(config: Mapping[str, Any], target: TargetShape | None, place: str) -> None:
-    for key in _SIZES:
-        value = config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            said = f"says {key} = {value!r}" if key in config else f"lacks {key!r}"
-            raise ValueError(
-                f"{place}: config.json {said}, expected a positive number; take it from the target's config"
-            )
-    for key in ("draft_vocab_size", "target_hidden_size", "num_hidden_layers", "max_position_embeddings", "head_dim"):
-        value = config.get(key)  # 0 is written for "as usual"
-        if value is not None and (type(value) is not int or value < 0):
-            raise ValueError(f"{place}: config.json says {key} = {value!r}, expected a positive number, or none")
-    if not isinstance(config.get("rope_parameters"), Mapping | None):
-        raise ValueError(
-            f"{place}: config.json says rope_parameters = {config['rope_parameters']!r}, expected an object"
-        )
-    epsilon = config.get("rms_norm_eps")
-    if epsilon is not None and (type(epsilon) not in (int, float) or not epsilon > 0):
-        raise ValueError(f"{place}: config.json says rms_norm_eps = {epsilon!r}, expected a number > 0, or none")
+def _check_target(config: Mapping[str, Any], target: TargetShape | None, place: str) -> None:
+    check_sizes(config, place)
     if target is None:
         return
     width = config.get("target_hidden_size") or config["hidden_size"]
@@ -223,7 +206,10 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
             f"it says rope_theta {outer} and rope_parameters.rope_theta {inner}; engines read "
             "either, keep the one that the head was trained with in both"
         )
-    rope = rope_from_hf(config, head_dim)
+    given = {key: value for key, value in config.items() if value is not None}
+    for key in ("rope_parameters", "rope_scaling"):
+        given[key] = {name: value for name, value in (config.get(key) or {}).items() if value is not None}
+    rope = rope_from_hf(given, head_dim)
     named = ("rope_theta", "rope_type", "type")
     return replace(rope, scaling={key: value for key, value in (rope.scaling or {}).items() if key not in named})
 
@@ -253,6 +239,11 @@ def _shape_hint(name: str, tensor: Tensor, config: HeadConfig) -> str:
         return (
             "; it has a row for each target token, so the embedding was probably written over the LM head "
             "(tie_word_embeddings true while saving)"
+        )
+    if name == "lm_head.weight" and tensor.shape[0] < config.draft_vocab_size == config.vocab_size:
+        return (
+            f"; it drafts {tensor.shape[0]} tokens, but config.json names no draft_vocab_size or the target's: write "
+            f'"draft_vocab_size": {tensor.shape[0]}'
         )
     if name == "fc.weight" and config.kind == "eagle3" and tensor.shape[1] % config.target_hidden_size == 0:
         read = tensor.shape[1] // config.target_hidden_size
