@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from aquiline.training.initial import draft_vocabulary
 from aquiline.training.new_students import new_student, save_student
 from aquiline.training.optim import make_optimisers, rate_factor, set_rate
 from aquiline.training.regression import Regression
+from aquiline.training.running import append_metrics, stop_signals, validation_texts
 from aquiline.training.settings import MAY_CHANGE
 from aquiline.training.state import keep_freed_memory
 from aquiline.training.step import TrainingDiverged
@@ -34,8 +32,6 @@ from aquiline.training.stream import Mixture, micro_batches
 from aquiline.training.student_validation import StudentAcceptance, measure_student
 from aquiline.training.students import HeadsStudent, Student, counted, lesson, student_loss
 from aquiline.training.trainer import TrainReport
-
-_VALIDATION_POSITIONS = 15_000
 
 
 @dataclass(eq=False)
@@ -79,7 +75,7 @@ def train_heads(settings: HeadsSettings, *, resume: bool = False) -> TrainReport
     elif isinstance(run.student, HeadsStudent) and settings.regress_positions:
         _regress(run, run.student)
     try:
-        with _signals(run), ThreadPoolExecutor(len(run.replicas)) as pool:
+        with stop_signals(partial(setattr, run, "stopped")), ThreadPoolExecutor(len(run.replicas)) as pool:
             _loop(run, pool)
     finally:
         torch.set_num_threads(threads)
@@ -106,24 +102,6 @@ def _regress(run: _Run, student: HeadsStudent) -> None:
         {"regressed_on": regression.rows, "seconds": seconds},
         f"heads begin as the regression of the feature ahead, over {regression.rows:,} positions ({seconds:.0f} s)",
     )
-
-
-@contextmanager
-def _signals(run: _Run) -> Iterator[None]:
-    """SIGTERM and SIGINT end the loop, with a checkpoint, after the present step."""
-
-    def stop(number: int, frame: object) -> None:
-        run.stopped = signal.Signals(number).name
-
-    try:
-        previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        previous = {}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _start(settings: HeadsSettings) -> _Run:
@@ -272,7 +250,8 @@ def _validate(run: _Run) -> None:
     _refresh(replica, run.student)
     for path in run.settings.validation or run.settings.data:
         data = open_training_set(path, split="validation")
-        measured = measure_student(replica, run.target, run.vocabulary, _some(data, run.settings.max_length))
+        conversations = validation_texts(data, run.settings.max_length, run.target.device)
+        measured = measure_student(replica, run.target, run.vocabulary, conversations)
         run.acceptance[path] = measured
         _log(
             run,
@@ -280,16 +259,6 @@ def _validate(run: _Run) -> None:
             f"validation {path} · n-α {' '.join(f'{a:.3f}' for a in measured.alphas)} · "
             f"τ {measured.tau:.2f} (chain of {len(measured.alphas)}, {measured.rows:,} rows)",
         )
-
-
-def _some(data: TrainingSet, max_length: int) -> list[tuple[Tensor, Tensor]]:
-    taken, total = [], 0
-    for index in range(len(data)):
-        taken.append(_text(data, index, max_length))
-        total += len(taken[-1][0])
-        if total > _VALIDATION_POSITIONS:
-            break
-    return taken
 
 
 def _save(run: _Run) -> None:
@@ -338,12 +307,5 @@ def _restore(run: _Run, path: Path) -> None:
 
 
 def _log(run: _Run, record: dict[str, Any], line: str) -> None:
-    with (Path(run.settings.output) / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({name: _rounded(value) for name, value in record.items()}) + "\n")
+    append_metrics(run.settings.output, record)
     print(line, flush=True)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    return [_rounded(v) for v in value] if isinstance(value, list) else value

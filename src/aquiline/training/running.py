@@ -1,0 +1,70 @@
+"""What every training run does beside learning: lines of metrics, an orderly end, validation texts."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aquiline.training.dataset import TrainingSet
+
+VALIDATION_POSITIONS = 15_000
+"""How much of a validation split is measured: enough for ± 0.01, little beside a run."""
+
+
+@contextmanager
+def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop` with their name, so that a loop can end after its present step."""
+
+    def handle(number: int, frame: object) -> None:
+        stop(signal.Signals(number).name)
+
+    try:
+        previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: whoever runs us handles signals
+        previous = {}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def append_metrics(output: str | Path, record: Mapping[str, Any]) -> None:
+    """Adds a line to a run's ``metrics.jsonl``, numbers to five digits."""
+    with (Path(output) / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({name: _rounded(value) for name, value in record.items()}) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_rounded(v) for v in value]
+    return value
+
+
+def validation_texts(data: TrainingSet, max_length: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first conversations of a validation split, as (tokens, mask).
+
+    Args:
+        data: the split.
+        max_length: conversations are cut to so many tokens.
+        device: of the target.
+
+    Yields:
+        At least one, and then no more than `VALIDATION_POSITIONS` positions in all.
+    """
+    total = 0
+    for row in data:
+        tokens = torch.from_numpy(row.input_ids[:max_length]).long().to(device)
+        total += len(tokens)
+        if total > VALIDATION_POSITIONS and total > len(tokens):
+            return
+        yield tokens, torch.from_numpy(row.loss_mask[:max_length]).to(device)
