@@ -5,6 +5,7 @@ Runs in this project's environment. Engines run in their own environments and ex
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,11 +61,11 @@ def our_chain(
     k: int,
     limit: int,
     *,
-    from_prompt: bool = False,
+    like_llamacpp: bool = False,
 ) -> dict[str, Any]:
     """Greedy decoding with chains of k drafts, or plain decoding without a head.
 
-    Every step drafts k tokens, also beyond the budget and the end, as the engines do.
+    Every step drafts k tokens, also beyond the budget and the end, as vLLM and OpenVINO do.
 
     Args:
         target: our decoder.
@@ -73,8 +74,8 @@ def our_chain(
         end: end tokens.
         k: drafts a step.
         limit: tokens a prompt.
-        from_prompt: the first chain starts at the last prompt token (llama.cpp), not behind the
-            first new one (vLLM, OpenVINO).
+        like_llamacpp: the first chain starts at the last prompt token, not behind the first new
+            one, and no chain is longer than what the budget leaves.
 
     Returns:
         outputs: token ids of each prompt, cut behind the first end token and at `limit`.
@@ -89,7 +90,7 @@ def our_chain(
     for prompt in prompts:
         state = new_state(target, drafter, 1, len(prompt) + limit + 2 * k + 2)
         request = Row(list(prompt), TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
-        if from_prompt:
+        if like_llamacpp:
             # The prefill "chooses" the last prompt token.
             chooser, request.tokens, last = request.chooser, list(prompt[:-1]), prompt[-1]
             request.chooser = lambda logits, prefix, last=last: last  # type: ignore[assignment]
@@ -98,7 +99,10 @@ def our_chain(
         else:
             emitted = prefill(target, drafter, state, 0, request).tokens
         while len(emitted) < limit and not set(emitted) & set(end):
-            emitted = emitted + step(target, drafter, state, [0])[0].tokens
+            depth = min(k, limit - len(emitted) - 1) if like_llamacpp else None
+            if depth == 0:
+                break
+            emitted = emitted + step(target, drafter, state, [0], max_depth=depth)[0].tokens
         free(drafter, state, 0)
         outputs.append(cut(emitted, end, limit))
         if drafter is not None:
@@ -121,6 +125,24 @@ def counts_table(engine: str, ours: dict[str, Any], theirs: dict[str, Any]) -> s
     rows += [(str(i + 1), a, b) for i, (a, b) in enumerate(zip(theirs["accepted"], ours["accepted"], strict=True))]
     lines += [f"| {label} | {a} | {b} | {a / b if b else float('nan'):.4f} |" for label, a, b in rows]
     return "\n".join(lines) + "\n"
+
+
+def within(ours: dict[str, Any], theirs: dict[str, Any], share: float = 0.02) -> bool:
+    """True if chains and acceptances of each depth agree within `share`, or differ by one or two."""
+    pairs = zip([theirs["drafts"], *theirs["accepted"]], [ours["drafts"], *ours["accepted"]], strict=True)
+    return all(abs(a - b) <= max(2, share * b) for a, b in pairs)
+
+
+def head_identity(head: Path) -> dict[str, str]:
+    """Name and checksum of a head, so that numbers can be told to belong to it."""
+    weights = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()
+    return {"head": head.resolve().name, "model.safetensors": weights}
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Writes the numbers of a run, small enough to be kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def compare(engine: str, ours: dict[str, Any], theirs: dict[str, Any], plain: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Compares acceptance in OpenVINO GenAI with our own chain drafting, same prompts, same k, float32.
 
-python interop/openvino_acceptance.py HEAD --python OPENVINO_PYTHON [--k 3] [--limit 128] [--prompts 32]
+python interop/openvino_acceptance.py HEAD --python OPENVINO_PYTHON [--k 4] [--limit 128] [--prompts 32]
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import HERE, agreement, encode_prompts, load_target, our_chain, read_prompts
+from common import (
+    HERE,
+    agreement,
+    compare,
+    encode_prompts,
+    head_identity,
+    load_target,
+    our_chain,
+    read_prompts,
+    within,
+    write_summary,
+)
 
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.target_shape import target_shape
@@ -43,10 +54,10 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("--python", required=True, help="interpreter of the environment with OpenVINO GenAI")
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--limit", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="where to write all numbers")
+    parser.add_argument("--json", type=Path, help="where to write counts and agreement")
     args = parser.parse_args()
 
     folder = resolve_target(args.target, print)
@@ -62,13 +73,18 @@ def main() -> None:
         plain = run_engine(args.python, {**job, "target": target, "head": None}, scratch)
         theirs = run_engine(args.python, {**job, "target": target, "head": head}, scratch)
     ours = our_chain(load_target(folder), args.head, prompts, end, args.k, args.limit)
-    total = sum(ours["accepted"])
-    print(f"OpenVINO GenAI {theirs['versions']['openvino_genai']}")
-    print(f"accepted drafts: OpenVINO {theirs['accepted_total']}, Aquiline {total} in {ours['drafts']} chains")
-    print(f"Outputs with drafts, OpenVINO and Aquiline: {agreement(theirs['outputs'], ours['outputs'])}.")
-    print(f"Outputs of OpenVINO with drafts and plain: {agreement(theirs['outputs'], plain['outputs'])}.")
+    print(f"OpenVINO GenAI {theirs['versions']['openvino_genai']}: its own counters say {theirs['counters']}")
+    print(compare("OpenVINO", ours, theirs, plain))
     if args.json:
-        args.json.write_text(json.dumps({"ours": ours, "openvino": theirs, "openvino_plain": plain}))
+        summary = {**head_identity(args.head), "k": args.k, "limit": args.limit, "prompts": len(prompts)}
+        summary |= {"dtype": "float32", "versions": theirs["versions"], "openvino_counters": theirs["counters"]}
+        for name, run_ in (("openvino", theirs), ("aquiline", ours)):
+            summary[name] = {"drafts": run_["drafts"], "accepted": run_["accepted"]}
+        summary["outputs_openvino_and_aquiline"] = agreement(theirs["outputs"], ours["outputs"])
+        summary["outputs_openvino_drafted_and_plain"] = agreement(theirs["outputs"], plain["outputs"])
+        write_summary(args.json, summary)
+    if not within(ours, theirs):
+        raise SystemExit("the counts differ by more than 2 %")
 
 
 if __name__ == "__main__":

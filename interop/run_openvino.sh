@@ -1,11 +1,12 @@
 #!/bin/sh
 # Acceptance of an EAGLE-3 head in OpenVINO GenAI on the CPU against our own chains. One command:
 #   interop/run_openvino.sh HEAD [options of openvino_acceptance.py]
-# Makes interop/.venv-openvino on the first run (needs a PyPI index).
+#   OPENVINO_VENV   an environment to use (as it is, if it exists); default interop/.venv-openvino, which
+#   is made on the first run (needs a PyPI index)
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 venv=${OPENVINO_VENV:-$here/.venv-openvino}
-if [ ! -e "$venv/.ready" ]; then
+if [ ! -e "$venv/.ready" ] && { [ -z "${OPENVINO_VENV:-}" ] || [ ! -x "$venv/bin/optimum-cli" ]; }; then
     python3 -m venv "$venv"
     # A plain install of optimum-intel wants torchvision and with it another torch.
     "$venv/bin/pip" install --quiet torch==2.13.0

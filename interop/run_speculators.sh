@@ -1,11 +1,12 @@
 #!/bin/sh
-# speculators' own loader opens our export, and ModelOpt's own name check accepts our names.
-#   interop/run_speculators.sh HEAD [--write-fixtures FOLDER]
-# Makes interop/.venv-speculators on the first run (needs a PyPI index).
+# speculators' own loader opens our export, and its converter and ours write the same head. One command:
+#   interop/run_speculators.sh HEAD [options of speculators_loader.py]
+#   SPECULATORS_VENV   an environment to use (as it is, if it exists); default interop/.venv-speculators, which
+#   is made on the first run (needs a PyPI index)
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 venv=${SPECULATORS_VENV:-$here/.venv-speculators}
-if [ ! -e "$venv/.ready" ]; then
+if [ ! -e "$venv/.ready" ] && { [ -z "${SPECULATORS_VENV:-}" ] || [ ! -x "$venv/bin/speculators" ]; }; then
     python3 -m venv "$venv"
     "$venv/bin/pip" install --quiet torch==2.13.0
     "$venv/bin/pip" install --quiet aiohttp click 'datasets<=5.1.0,>=4.0.0' httpx huggingface-hub \

