@@ -2,7 +2,8 @@
 
     python engine_speculators.py JOB.json
 
-JOB: {"target", "ours": our export, "vllm": the same head for vLLM, "converted": where to convert it to}.
+JOB: {"target", "ours": our export, "vllm": the same head for vLLM, "converted": where to convert it to,
+"loaded": where to write what the loader found}.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def main() -> None:
     state, given = model.state_dict(), load_file(Path(job["ours"]) / "model.safetensors")
     missing = sorted(name for name in given if name not in state)
     differing = [n for n, t in given.items() if n in state and not torch.equal(state[n].cpu().to(t.dtype), t)]
-    print(f"speculators {version('speculators')}: {len(given)} tensors of the export, ", end="")
-    print(f"{len(missing)} unknown to it, {len(differing)} other than stored")
+    loaded = {"speculators": version("speculators"), "exported": len(given), "unknown": missing, "changed": differing}
+    print(f"speculators' loader: {loaded}")
+    Path(job["loaded"]).write_text(json.dumps(loaded))
     if missing or differing:
         raise SystemExit(f"unknown {missing[:5]}, differing {differing[:5]}")
     convert_model(job["vllm"], job["target"], "eagle3", output_path=job["converted"], validate_device="cpu")

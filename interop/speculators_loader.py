@@ -12,12 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common import HERE, head_identity, write_summary
+
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
 from aquiline.checkpoints.targets import resolve_target
-
-HERE = Path(__file__).parent
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("--python", required=True, help="interpreter of the environment with speculators")
     parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--json", type=Path, help="where to write the outcome")
     args = parser.parse_args()
     folder = resolve_target(args.target, print)
     shape = target_shape(folder)
@@ -33,7 +34,7 @@ def main() -> None:
         export_head(args.head, "speculators", scratch / "ours", shape, target_name=str(folder))
         export_head(args.head, "vllm", scratch / "vllm", shape, target_name=str(folder))
         job = {"target": str(folder), "ours": str(scratch / "ours"), "vllm": str(scratch / "vllm")}
-        job["converted"] = str(scratch / "converted")
+        job |= {"converted": str(scratch / "converted"), "loaded": str(scratch / "loaded.json")}
         (scratch / "job.json").write_text(json.dumps(job))
         done = subprocess.run(
             [args.python, str(HERE / "engine_speculators.py"), str(scratch / "job.json")], check=False
@@ -43,13 +44,22 @@ def main() -> None:
         ours, report = read_stored_head(scratch / "ours", shape)
         theirs, their_report = read_stored_head(scratch / "converted", shape)
         print(report, their_report, sep="\n")
-        differing = [n for n, t in ours.tensors.items() if not t.equal(theirs.tensors[n])]
-        same_map = ours.draft_to_target is None or ours.draft_to_target.equal(theirs.draft_to_target)
-        print(
-            f"our export and speculators' conversion: {len(differing)} of {len(ours.tensors)} tensors differ, ", end=""
-        )
-        print(f"the vocabulary maps are {'equal' if same_map else 'DIFFERENT'}, ", end="")
-        print(f"the configurations are {'equal' if ours.config == theirs.config else 'DIFFERENT'}")
+        loaded = json.loads((scratch / "loaded.json").read_text())
+    differing = sorted(n for n, t in ours.tensors.items() if not t.equal(theirs.tensors[n]))
+    same_map = ours.draft_to_target is None or ours.draft_to_target.equal(theirs.draft_to_target)
+    outcome = {
+        **head_identity(args.head),
+        **loaded,
+        "tensors": len(ours.tensors),
+        "tensors_that_their_conversion_changes": differing,
+        "same_vocabulary_map": same_map,
+        "same_configuration": ours.config == theirs.config,
+    }
+    print(f"our export and speculators' conversion: {outcome}")
+    if args.json:
+        write_summary(args.json, outcome)
+    if differing or not same_map or ours.config != theirs.config:
+        sys.exit("our export and speculators' conversion of the same head differ")
 
 
 if __name__ == "__main__":

@@ -271,6 +271,34 @@ def test_interleaving_is_undone() -> None:
     assert torch.equal(interleaved(torch.arange(6)[:, None], 1).flatten(), torch.tensor([0, 3, 1, 4, 2, 5]))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("eagle3.attention.head_count", 0, r"num_attention_heads = 0, expected a positive number"),
+        ("eagle3.block_count", 10**9, r"num_hidden_layers = 10+, expected a number up to 128"),
+        ("eagle3.embedding_length", 12, r"give heads of width|has shape"),
+        ("eagle3.rope.freq_base", "no number", r"rope_theta = 'no number', expected a number > 0"),
+        ("aquiline.rope_parameters", "{", r"aquiline\.rope_parameters is not valid JSON"),
+        ("aquiline.rope_parameters", "[1]", r"aquiline\.rope_parameters is \[1\], expected an object"),
+    ],
+)
+def test_gguf_with_broken_metadata(
+    key: str, value: Any, message: str, tmp_path: Path, target_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_head(_head(tmp_path / "head"), "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
+    contents = gguf.ReaderField.contents
+
+    def damaged(field: Any, *arguments: Any) -> Any:
+        if key == "eagle3.rope.freq_base" and field.name == "aquiline.rope_parameters":
+            return "{}"
+        return value if field.name == key else contents(field, *arguments)
+
+    monkeypatch.setattr(gguf.ReaderField, "contents", damaged)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_stored_head(tmp_path / "head.gguf", TARGET)
+    assert "head.gguf" in str(caught.value)
+
+
 def test_gguf_llama3_scaling(tmp_path: Path, target_gguf: Path) -> None:
     scaling = {
         "rope_type": "llama3",

@@ -125,6 +125,9 @@ def test_output_is_plain_decoding(make: Any, tree: Any, tmp_path: Path) -> None:
     [
         (_medusa, {"medusa_num_heads": 4}, r"medusa_lm_head\.pt: missing tensors \['heads\.3\.0\.linear\.bias'"),
         (_medusa, {"medusa_num_layers": 0}, r"medusa_num_layers = 0, expected a number ≥ 1"),
+        (_medusa, {"medusa_num_heads": 10**9}, r"medusa_num_heads = 10+, expected a number up to 128"),
+        (_medusa, {"medusa_num_heads": "3"}, r"medusa_num_heads = '3', expected a number"),
+        (_hydra, {"grounded_heads": "false"}, r"grounded_heads = 'false', expected true or false"),
         (_hydra, {"hydra_head_arch": "prefix-mlp"}, r"hydra_head_arch = 'prefix-mlp'; only 'mlp' is read"),
         (_hydra, {"hidden_state_offset": 1}, r"hidden_state_offset = 1; only 0"),
     ],

@@ -33,17 +33,22 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(row, list) and all(map(_is_number, row)) for row in value)
+
+
 _OBJECT = _Kind(lambda value: isinstance(value, Mapping), "an object")
 _FLAG = _Kind(lambda value: type(value) is bool, "true or false")
 _TEXT = _Kind(lambda value: isinstance(value, str), "a text")
 _COUNT = _Kind(lambda value: _is_integer(value, _LARGEST), f"a positive number up to {_LARGEST}")
+_FEW = _Kind(lambda value: _is_integer(value, _MOST_LAYERS), f"a number up to {_MOST_LAYERS}")
 _POSITIVE = _Kind(lambda value: _is_number(value) and value > 0, "a number > 0")
 _NUMBER = _Kind(_is_number, "a number")
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _KINDS: dict[str, _Kind] = {
     "architectures": _Kind(_is_texts, "a list of names"),
-    "num_hidden_layers": _Kind(lambda value: _is_integer(value, _MOST_LAYERS), f"a number up to {_MOST_LAYERS}"),
+    "num_hidden_layers": _FEW,
     **dict.fromkeys(("model", "eagle_config", "transformer_layer_config", "rope_parameters", "rope_scaling"), _OBJECT),
     **dict.fromkeys(("hidden_act", "rope_type", "type", "aquiline_target_fingerprint", "aquiline_inputs"), _TEXT),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor", "factor"), _POSITIVE),
@@ -52,6 +57,11 @@ _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("bias", "attention_bias", "qkv_bias", "eagle_fc_bias", "fusion_bias", "layernorms"), _FLAG),
     **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "truncate"), _FLAG),
     **dict.fromkeys(("tie_word_embeddings", "parallel_drafting"), _FLAG),
+    **dict.fromkeys(("num_heads", "num_blocks", "medusa_num_heads", "medusa_num_layers"), _FEW),
+    **dict.fromkeys(("hydra_num_heads", "hydra_num_layers", "hidden_state_offset"), _FEW),
+    **dict.fromkeys(("own_lm_head", "grounded_heads"), _FLAG),
+    "hydra_head_arch": _TEXT,
+    "accuracies": _Kind(_is_table, "a list of lists of numbers"),
     # 0 is written for "as usual".
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "num_key_value_heads", "head_dim"), _COUNT),
     **dict.fromkeys(

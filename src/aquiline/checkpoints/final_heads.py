@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.config_kinds import check_kinds
 from aquiline.checkpoints.draft_vocab import offsets, resolve_vocabulary
 from aquiline.checkpoints.head_files import read_head_files
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
@@ -52,6 +53,7 @@ def read_final_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype
     place, raw = str(files.folder), dict(files.config)
     if not is_final_heads(raw):
         raise ValueError(f"{place} holds no Medusa or Hydra heads: its format is {raw.get('format')!r}, not {FORMAT!r}")
+    check_kinds(raw, place)
     fields = {field.name for field in dataclasses.fields(FinalHeadsConfig)}
     lost = sorted(fields - {"num_blocks", "own_lm_head", "rms_norm_eps", "accuracies"} - raw.keys())
     if lost:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.config_kinds import check_kinds, check_sizes
 from aquiline.checkpoints.dialects import Translated
 from aquiline.checkpoints.draft_vocab import offsets
 from aquiline.checkpoints.stored_head import StoredHead
@@ -109,6 +110,8 @@ def read_gguf_head(path: Path) -> Translated:
             f"{path} has the architecture {architecture!r}, expected {ARCHITECTURE!r}: it is no draft head"
         )
     config = _config(fields, raw, path)
+    check_kinds(config, str(path))
+    check_sizes(config, str(path))
     back = {stored: name for name, stored in _NAMES.items()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in raw.items():
@@ -220,12 +223,17 @@ def _config(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
             raise ValueError(f"{path} lacks {ARCHITECTURE}.{key}; it is not a whole draft head, convert it again")
         return fields[f"{ARCHITECTURE}.{key}"]
 
-    exact = json.loads(fields.get(_ROPE_KEY, "{}"))
+    try:
+        exact = json.loads(fields.get(_ROPE_KEY, "{}"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {_ROPE_KEY} is not valid JSON ({error}); export the head again") from error
+    if not isinstance(exact, dict):
+        raise ValueError(f"{path}: {_ROPE_KEY} is {exact!r}, expected an object; export the head again")
     if "rope_freqs.weight" in tensors and "rope" not in exact:
         raise ValueError(
             f"{path}: rope_freqs.weight is refused: its scaling cannot be told back; read the head's own folder"
         )
-    rope = exact.get("rope", {"rope_theta": fields.get(f"{ARCHITECTURE}.rope.freq_base", 10000.0)})
+    rope: Any = exact.get("rope", {"rope_theta": fields.get(f"{ARCHITECTURE}.rope.freq_base", 10000.0)})
     if "rope" not in exact and fields.get(f"{ARCHITECTURE}.rope.scaling.type", "none") != "none":
         rope |= {"rope_type": "linear", "factor": need("rope.scaling.factor")}
     heads, hidden = need("attention.head_count"), need("embedding_length")
@@ -235,7 +243,7 @@ def _config(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
         "intermediate_size": need("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get(f"{ARCHITECTURE}.attention.head_count_kv", heads),
-        "head_dim": fields.get(f"{ARCHITECTURE}.attention.key_length", hidden // heads),
+        "head_dim": fields.get(f"{ARCHITECTURE}.attention.key_length"),
         "num_hidden_layers": need("block_count"),
         "max_position_embeddings": need("context_length"),
         "rms_norm_eps": exact.get("rms_norm_eps", need("attention.layer_norm_rms_epsilon")),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.config_kinds import check_kinds
 from aquiline.checkpoints.head_files import inside, read_config, read_tensors
 from aquiline.checkpoints.stored_head import check_values
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
@@ -105,6 +106,7 @@ def _read(folder: Path, target: TargetShape | None, dtype: torch.dtype) -> tuple
         names = ", ".join(name for files in _FILES.values() for name in files)
         raise ValueError(f"{folder} holds no published Medusa or Hydra heads: none of {names} is there")
     raw = read_config(folder)
+    check_kinds(raw, str(folder))
     file = next(name for name in _FILES[kind] if (folder / name).exists())
     tensors, place = read_tensors(inside(folder, file)), str(folder / file)
     config = _config(kind, raw, target or _own_shape(tensors, place), str(folder / "config.json"))
@@ -130,7 +132,7 @@ def _config(kind: str, raw: Mapping[str, Any], target: TargetShape, place: str) 
     counts = []
     for key in (f"{kind}_num_heads", f"{kind}_num_layers"):
         value = raw.get(key)
-        if not isinstance(value, int) or value < 1:
+        if not value:
             raise ValueError(f"{place} says {key} = {value!r}, expected a number ≥ 1; fetch the heads again")
         counts.append(value)
     if kind == "hydra":
