@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_sizes
 from aquiline.checkpoints.layer_ids import LayerIds
-from aquiline.drafters.eagle import DraftHead, HeadConfig, build_network
+from aquiline.drafters.eagle import INPUTS, DraftHead, HeadConfig, build_network
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, rope_from_hf
 from aquiline.targets.target import TargetShape
@@ -126,6 +126,7 @@ def _head_config(
         norm_before_fc=bool(config.get("norm_before_fc", False)),
         fc_norm=bool(config.get("fc_norm", False)),
         norm_output=bool(config.get("norm_output", False)),
+        inputs=config.get("aquiline_inputs") or INPUTS[0],
     )
 
 

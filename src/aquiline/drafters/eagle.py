@@ -29,6 +29,9 @@ from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConf
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Feature
 
+INPUTS = ("feature+shifted", "feature+unshifted", "feature", "token")
+"""What a row of an EAGLE-1/2 head may read; the first is the method."""
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -48,8 +51,9 @@ class HeadConfig:
         norm_before_fc: one RMSNorm over the concatenated features.
         fc_norm: 3.1's RMSNorm for each feature.
         norm_output: 3.1's feedback of the *normed* hidden state.
-        inputs: EAGLE-1's paper ablation: "feature+shifted" (the method), "feature+unshifted",
-            "feature" or "token".
+        inputs: what a row of an EAGLE-1/2 head reads, the paper's ablation: "feature+shifted" (the
+            method: f[t] and x[t+1]), "feature+unshifted" (f[t] and x[t]), "feature" (f[t]) or
+            "token" (x[t+1]). All but the first are for measuring only.
     """
 
     kind: str
@@ -72,9 +76,10 @@ class HeadConfig:
             raise ValueError(f"head kind {self.kind!r} is not known; allowed: eagle, eagle3")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other")
-        allowed = ("feature+shifted", "feature+unshifted", "feature", "token")
-        if self.inputs not in allowed:
-            raise ValueError(f"head inputs {self.inputs!r} are not known; allowed: {', '.join(allowed)}")
+        if self.inputs not in INPUTS:
+            raise ValueError(f"head inputs {self.inputs!r} are not known; allowed: {', '.join(INPUTS)}")
+        if self.kind == "eagle3" and self.inputs != INPUTS[0]:
+            raise ValueError(f"inputs {self.inputs!r} are an ablation of EAGLE-1/2; an EAGLE-3 head has {INPUTS[0]!r}")
         if self.kind == "eagle" and (self.draft_vocab_size != self.vocab_size or self.features != ("final",)):
             raise ValueError('an EAGLE-1/2 head reads the feature "final" and drafts the whole vocabulary')
 
@@ -105,15 +110,15 @@ class EagleNetwork(nn.Module):
         """The features themselves: (B, T, H) → (B, T, H)."""
         return features
 
+    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What the fusing linear reads of embeddings and features, both (…, H)."""
+        if self.config.inputs == "token":
+            return embedded
+        return hidden if self.config.inputs == "feature" else torch.cat((embedded, hidden), dim=-1)
+
     def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Joins token embeddings and features, both (B, T, H), into the stream (B, T, H)."""
-        if self.config.inputs == "token":
-            joined = embedded
-        elif self.config.inputs == "feature":
-            joined = hidden
-        else:
-            joined = torch.cat((embedded, hidden), dim=-1)
-        result: Tensor = self.fc(joined)
+        result: Tensor = self.fc(self.join(embedded, hidden))
         return result
 
     def attention(self, layer: int) -> Attention:
@@ -269,7 +274,7 @@ def forward_network(
 
     Args:
         network: the draft network.
-        embedded: (B, T, H) embeddings of the shifted tokens.
+        embedded: (B, T, H) embeddings of the tokens, shifted unless the head's inputs say otherwise.
         hidden: (B, T, H) fused target features, or the feedback of the step before.
         positions: (B, T) int64 feature positions.
         ancestors: (B, T, offset + T) bool among the uncommitted slots, or None for causal order.

@@ -52,6 +52,7 @@ def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSe
         target_hidden_size=shape.hidden_size,
         features=layers,
         max_positions=shape.max_positions,
+        inputs=settings.inputs,
     )
     torch.manual_seed(settings.seed)
     network = build_network(config)
@@ -83,7 +84,7 @@ def _start_eagle3(network: Eagle3Network, target: Decoder, vocabulary: Tensor | 
 
 def _start_eagle(network: EagleNetwork) -> None:
     hidden = network.config.hidden_size
-    if network.fc.weight.shape[1] == 2 * hidden:
+    if network.config.inputs != "token":
         network.fc.weight.mul_(0.1)
         network.fc.weight[:, -hidden:] += torch.eye(hidden)
     layer = decoder_layers(network.layers)[0]
@@ -96,11 +97,11 @@ def fit_fusion(network: EagleNetwork, embedded: Tensor, features: Tensor, wanted
     """Sets the fusing linear to the best linear guess of the next feature.
 
     With the layer's outputs at zero, an EAGLE-1 head then begins as the least-squares predictor
-    of f[t+1] from x[t+1] and f[t], instead of finding it by thousands of gradient steps.
+    of f[t+1] from what it reads, x[t+1] and f[t], instead of finding it by thousands of gradient steps.
 
     Args:
-        network: an untrained EAGLE-1 network that reads token and feature.
-        embedded: (N, H) embeddings of x[t+1].
+        network: an untrained EAGLE-1 network.
+        embedded: (N, H) embeddings of the token of row t.
         features: (N, H) f[t].
         wanted: (N, H) f[t+1].
 
@@ -109,7 +110,7 @@ def fit_fusion(network: EagleNetwork, embedded: Tensor, features: Tensor, wanted
 
     Mutates: the fusing linear's weight.
     """
-    inputs = torch.cat((embedded, features), dim=-1).double()
+    inputs = network.join(embedded, features).double()
     outputs = wanted.double()
     gram = inputs.t() @ inputs
     # A hundred-thousandth of the mean eigenvalue: unused directions stay near zero.

@@ -49,7 +49,7 @@ class MicroBatch:
     """B padded or packed rows of T feature positions, unrolled for some steps.
 
     Attributes:
-        embedded: per step, (B, T, H) embeddings of x[t+1+i].
+        embedded: per step, (B, T, H) embeddings of x[t+1+i], or x[t+i] where a head reads unshifted tokens.
         features: (B, T, F).
         positions: (B, T) int64.
         block_mask: (B, T, T) additive, or None for causal rows.
@@ -72,7 +72,9 @@ def counts(masks: Sequence[Tensor], steps: int) -> list[int]:
     return [sum(int(mask[2 + step :].sum()) for mask in masks) for step in range(steps)]
 
 
-def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False) -> MicroBatch:
+def build_micro_batch(
+    examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False, shift: int = 1
+) -> MicroBatch:
     """Lays conversations out as rows.
 
     Args:
@@ -80,6 +82,7 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
         embedding: (V, H) frozen embedding.
         steps: unrolled steps.
         pack: put all into one row, with a block mask, instead of padding.
+        shift: row t of step i holds the token x[t+shift+i]; see `token_shift`.
     """
     sizes = [len(example.tokens) - 1 for example in examples]
     width = sum(sizes) if pack else max(sizes)
@@ -99,7 +102,7 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
         positions[span] = torch.arange(size, device=device)
         segments[span] = number
         for step in range(steps):
-            shifted = example.tokens[1 + step :]
+            shifted = example.tokens[shift + step :][:size]
             tokens[step, start : start + len(shifted)] = shifted
         targets = example.mask[2:].nonzero()[:, 0] + 1
         finals.append(example.final[targets])
@@ -120,6 +123,11 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
     )
 
 
+def token_shift(inputs: str) -> int:
+    """Places by which the token of a row lies ahead of its feature, for a head with these inputs."""
+    return 0 if inputs == "feature+unshifted" else 1
+
+
 @dataclass(frozen=True)
 class LossSettings:
     """What a head is trained on.
@@ -127,8 +135,8 @@ class LossSettings:
     Attributes:
         rule: of the distributions, see `aquiline.training.losses.distribution_loss`.
         token_weight: weight of the distributions' loss.
-        feature_weight: weight of SmoothL1 between the stream and the "final" feature that it
-            stands for (EAGLE-1/2); 0 for none.
+        feature_weight: weight of SmoothL1 between the "final" feature and what stands for it: the
+            stream of EAGLE-1/2, the normed stream of EAGLE-3; 0 for none.
     """
 
     rule: str = "kl"
@@ -200,7 +208,7 @@ class Learner(nn.Module):
         )
         loss = token
         if self.loss.feature_weight:
-            loss = loss + self.loss.feature_weight * feature_loss(hidden, micro.final[index], scale)
+            loss = loss + self.loss.feature_weight * feature_loss(read_out, micro.final[index], scale)
         hits = best == best_target[index]
         sizes = [len(r) for r in micro.rows]
         totals = torch.stack([part.sum() for part in torch.split(rows, sizes)])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aquiline.drafters.eagle import INPUTS
 from aquiline.training.losses import RULES
 
 MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "workers", "tensorboard")
@@ -28,14 +29,17 @@ class TrainSettings:
         init: head to start from; None starts from the target's own layer and LM head.
         features: folder that keeps the target's features; None computes them each time.
         limit_conversations: for each set, use only so many (0: all), to repeat cached features.
-        layers: feature layers of an EAGLE-3 head; None: 2, n/2, n-3.
+        layers: feature layers of an EAGLE-3 head, one or more; None: 2, n/2, n-3.
+        inputs: what an EAGLE-1 head reads, the paper's ablation: "feature+shifted" (the method),
+            "feature+unshifted", "feature" or "token". No engine but this one runs the other three.
         draft_vocab_size: ids that an EAGLE-3 head drafts (the vocabulary of `init` wins), and
             that the loss of an EAGLE-1 head is computed over.
         ttt_steps: unrolled steps; for EAGLE-1, more than 1 is HASS-style.
         step_decay: weight of step i is step_decay ** i.
         loss: "kl", "tv" or "lk", see `aquiline.training.losses`.
         token_weight: weight of the loss between distributions.
-        feature_weight: weight of SmoothL1 on features (EAGLE-1).
+        feature_weight: weight of SmoothL1 on the target's last feature; EAGLE-1 needs it, EAGLE-3
+            leaves it out (0).
         feature_noise: features get uniform noise of ± this much (EAGLE-1).
         max_length: conversations are cut to so many tokens.
         batch_positions: positions of an optimiser step.
@@ -71,6 +75,7 @@ class TrainSettings:
     features: str | None = None
     limit_conversations: tuple[int, ...] = ()
     layers: tuple[int, ...] | None = None
+    inputs: str = INPUTS[0]
     draft_vocab_size: int = 8192
     ttt_steps: int = 4
     step_decay: float = 0.8
@@ -100,6 +105,12 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.kind not in ("eagle3", "eagle"):
             raise ValueError(f"kind {self.kind!r} is not known; allowed: eagle3, eagle")
+        if self.inputs not in INPUTS:
+            raise ValueError(f"inputs {self.inputs!r} are not known; allowed: {', '.join(INPUTS)}")
+        if self.kind == "eagle3" and self.inputs != INPUTS[0]:
+            raise ValueError(f"inputs {self.inputs!r} have no effect on kind eagle3; allowed there: {INPUTS[0]}")
+        if self.kind == "eagle" and self.layers is not None:
+            raise ValueError(f"layers {self.layers} have no effect on kind eagle, which reads the final feature")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype {self.dtype!r} is not allowed; allowed: bfloat16, float32")
         if not self.data:

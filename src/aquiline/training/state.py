@@ -148,6 +148,8 @@ def _first_head(settings: TrainSettings, target: Decoder, sets: list[TrainingSet
                 f"{settings.init} is an {head.config.kind} head, the run is for {settings.kind}; "
                 f"say kind {head.config.kind}"
             )
+        if head.config.inputs != settings.inputs:
+            raise ValueError(f"{settings.init} reads inputs {head.config.inputs}; say inputs {head.config.inputs}")
     head.network.float().to(target.device).train()
     head.target_fingerprint = target_fingerprint(Path(settings.target))
     return head

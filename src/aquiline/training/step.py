@@ -12,7 +12,7 @@ from torch import Tensor
 from aquiline.drafters.eagle import EagleNetwork
 from aquiline.training.features import compute_features, conversation_key
 from aquiline.training.initial import fit_fusion
-from aquiline.training.learner import Example, build_micro_batch, counts, gradients, refresh
+from aquiline.training.learner import Example, build_micro_batch, counts, gradients, refresh, token_shift
 from aquiline.training.optim import rate_factor, set_rate
 from aquiline.training.state import Run
 from aquiline.training.stream import micro_batches
@@ -53,12 +53,13 @@ def optimiser_step(run: Run) -> StepReport:
     for replica in run.replicas:
         refresh(replica, run.learner)
     run.free = list(run.replicas)
+    shift = token_shift(run.head.config.inputs)
 
     def work(group: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         torch.set_num_threads(1)
         examples = [_example(run, *chosen[i], *texts[i]) for i in group]
         embedding = run.target.embed_tokens.weight
-        micro = build_micro_batch(examples, embedding, settings.ttt_steps, pack=settings.pack)
+        micro = build_micro_batch(examples, embedding, settings.ttt_steps, pack=settings.pack, shift=shift)
         replica = run.free.pop()
         result = gradients(replica, micro, scales)
         run.free.append(replica)
@@ -101,7 +102,8 @@ def fit_start(run: Run, positions: int = 40_000) -> float:
 
     finals = list(run.pool.map(features, range(len(chosen))))
     # Row 0 is left out: the first token's states are unlike all others.
-    tokens = torch.cat([tokens[2:] for tokens, _ in texts])
+    shift = token_shift(network.config.inputs)
+    tokens = torch.cat([tokens[1 + shift :][: len(tokens) - 2] for tokens, _ in texts])
     embedded = run.target.embed(tokens)
     now, after = torch.cat([f[1:-1] for f in finals]), torch.cat([f[2:] for f in finals])
     return fit_fusion(network, embedded, now, after)

@@ -19,7 +19,7 @@ from aquiline.drafters.eagle import DraftHead
 from aquiline.drafters.tree_policy import EAGLE1_PATHS
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features
-from aquiline.training.learner import Example, Learner, MicroBatch, build_micro_batch, replicate
+from aquiline.training.learner import Example, Learner, MicroBatch, build_micro_batch, replicate, token_shift
 
 _TOP = 10
 _BINS = 10
@@ -150,7 +150,8 @@ def _measure(learner: Learner, target: Decoder, head: DraftHead, tokens: Tensor,
     width = hidden * len(head.config.features)
     example = Example(tokens, mask, both[:, :width], both[:, -hidden:])
     rows = len(tokens) - 1
-    micro = build_micro_batch([example], target.embed_tokens.weight, steps)
+    shift = token_shift(head.config.inputs)
+    micro = build_micro_batch([example], target.embed_tokens.weight, steps, shift=shift)
     best, confidence = _best(learner, micro, head)
     truth = target.project(example.final).argmax(-1)
     rank = torch.full((steps, rows), _TOP, dtype=torch.int64, device=tokens.device)

@@ -1,0 +1,147 @@
+"""The paper's input ablation: what is trained is what drafts, for every choice of inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aquiline.checkpoints.export import export_head
+from aquiline.checkpoints.heads import inspect_head
+from aquiline.checkpoints.safeailab import read_head
+from aquiline.drafters.eagle import INPUTS, HeadConfig
+from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.sampling import SamplingParams
+from aquiline.targets.loading import load_target
+from aquiline.training.features import compute_features
+from aquiline.training.learner import Example, Learner, build_micro_batch, token_shift
+from aquiline.training.settings import TrainSettings
+from aquiline.training.trainer import train
+from tests import tiny
+from tests.drafters.loop import assert_equal_to_plain
+from tests.training.tiny_training import tiny_settings, write_set, write_target
+
+TREES: list[TreePolicy] = [Chain(4), StaticTree(), DynamicTree(num_nodes=14, depth=4, top_k=3)]
+
+
+def trained_view(inputs: str, tokens: list[int], row: int, steps: int, *, pack: bool) -> list[Tensor]:
+    """Log-probabilities that the unroll gives at `row` in each step, as in training."""
+    target, head = tiny.decoder("llama"), tiny.head("eagle", inputs=inputs)
+    ids = torch.tensor(tokens)
+    final = compute_features(target, ids, ("final",))
+    example = Example(ids, torch.ones(len(ids), dtype=torch.bool), final, final)
+    other = Example(ids.flip(0)[:5], example.mask[:5], final[:5], final[:5])
+    embedding = target.embed_tokens.weight
+    micro = build_micro_batch([other, example], embedding, steps, pack=pack, shift=token_shift(inputs))
+    learner = Learner(head.network, target.lm_head.weight)
+    with torch.no_grad():
+        streams = learner.streams(micro)
+        rows = [s[0, 4 + row] if pack else s[1, row] for s in streams]
+        return [learner.logits(r).log_softmax(-1) for r in rows]
+
+
+@pytest.mark.parametrize("policy", TREES, ids=["chain", "static", "dynamic"])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_every_path_of_a_tree_is_what_the_unroll_says(inputs: str, policy: TreePolicy) -> None:
+    target, head = tiny.decoder("llama"), tiny.head("eagle", inputs=inputs)
+    prefix = tiny.prompts(3, seed=2)[2] + [5, 60, 33, 7]
+    size = len(prefix)
+    final = compute_features(target, torch.tensor(prefix), ("final",))[None]
+    drafter = EagleDrafter(head, target, policy)
+    state = drafter.new_state(1, 64)
+    shifted = torch.tensor([prefix[1:]])
+    first = 3  # in two pieces, as prefill and a step do
+    drafter.extend(shifted[:, :first], final[:, :first], [first], [prefix[: first + 1]], [0], state)
+    drafter.extend(shifted[:, first:], final[:, first : size - 1], [size - 1 - first], [prefix], [0], state)
+    tree = drafter.propose(torch.tensor(prefix[-1:]), [prefix], [0], state)
+    assert tree.log_probs is not None and int(tree.num_nodes[0]) > 4
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    for node in range(1, int(tree.num_nodes[0])):
+        path: list[int] = []
+        above = node
+        while above > 0:
+            path.insert(0, tokens[above])
+            above = parents[above]
+        said = trained_view(inputs, prefix + path, size - 2, len(path), pack=node % 2 == 0)
+        joint = sum(float(logs[token]) for logs, token in zip(said, path, strict=True))
+        assert joint == pytest.approx(float(tree.log_probs[0, node]), abs=1e-4)
+
+
+@pytest.mark.parametrize("inputs", INPUTS[1:])
+def test_an_ablated_head_is_as_lossless_as_any(inputs: str) -> None:
+    target = tiny.decoder("llama")
+    drafter = EagleDrafter(tiny.head("eagle", inputs=inputs), target, StaticTree())
+    assert_equal_to_plain(target, drafter, tiny.prompts(2, seed=4), SamplingParams(), budget=40)
+
+
+def test_what_a_row_reads() -> None:
+    """Row t, which sees the rows before it, depends on x[t] and on x[t+1] only as its inputs say."""
+    prefix = tiny.prompts(3, seed=2)[2]
+    row = len(prefix) - 3
+    expected = {
+        "feature+shifted": (True, True),
+        "feature+unshifted": (True, False),
+        "feature": (False, False),
+        "token": (True, True),
+    }
+    target = tiny.decoder("llama")
+    final = compute_features(target, torch.tensor(prefix), ("final",))
+    for inputs, reads in expected.items():
+        head = tiny.head("eagle", inputs=inputs)
+        learner = Learner(head.network, target.lm_head.weight)
+
+        def stream(tokens: Tensor, inputs: str = inputs, learner: Learner = learner) -> Tensor:
+            example = Example(tokens, torch.ones(len(tokens), dtype=torch.bool), final, final)
+            micro = build_micro_batch([example], target.embed_tokens.weight, 1, shift=token_shift(inputs))
+            with torch.no_grad():
+                return learner.streams(micro)[0][0, row]
+
+        ids = torch.tensor(prefix)
+        for offset, read in enumerate(reads):
+            other = ids.clone()
+            other[row + offset] = (other[row + offset] + 1) % tiny.VOCAB
+            assert bool((stream(other) != stream(ids)).any()) is read, (inputs, offset)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_target(folder / "target")
+    write_set(folder / "set", conversations=6, length=14)
+    return folder
+
+
+@pytest.mark.parametrize("inputs", INPUTS[1:])
+def test_an_ablated_training_leaves_a_head_that_only_we_run(base: Path, inputs: str) -> None:
+    settings = tiny_settings(base, inputs, kind="eagle", inputs=inputs, feature_weight=0.5, total_positions=60)
+    report = train(settings)
+    assert report.stopped == "finished"
+    target = load_target(base / "target", torch.float32)
+    folder = base / inputs / "head"
+    assert json.loads((folder / "config.json").read_text())["aquiline_inputs"] == inputs
+    head = read_head(folder, target.shape)
+    assert head.config.inputs == inputs
+    assert f"{inputs}: an ablation" in str(inspect_head(folder, target.shape))
+    with pytest.raises(ValueError, match="this head is an ablation"):
+        export_head(folder, "vllm", base / "exported", target.shape, target_name="tiny")
+    with pytest.raises(ValueError, match=f"say inputs {inputs}".replace("+", r"\+")):
+        train(dataclasses.replace(settings, output=str(base / "other"), inputs=INPUTS[0], init=str(folder)))
+
+
+def test_inputs_that_do_not_exist_are_refused() -> None:
+    def settings(**changes: object) -> TrainSettings:
+        return TrainSettings(target="t", data=("d",), output="o", **changes)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=r"inputs 'tokens' are not known; allowed: feature\+shifted"):
+        settings(kind="eagle", inputs="tokens")
+    with pytest.raises(ValueError, match="have no effect on kind eagle3"):
+        settings(inputs="token")
+    with pytest.raises(ValueError, match="have no effect on kind eagle, which"):
+        settings(kind="eagle", layers=(3,))
+    with pytest.raises(ValueError, match="an ablation of EAGLE-1/2"):
+        HeadConfig("eagle3", tiny.head("eagle3").config.layer, 97, 49, 48, (2, 3, 4), inputs="feature")
