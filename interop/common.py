@@ -139,10 +139,29 @@ def head_identity(head: Path) -> dict[str, str]:
     return {"head": head.resolve().name, "model.safetensors": weights}
 
 
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
+def summary(
+    head: Path, engine: str, ours: dict[str, Any], theirs: dict[str, Any], agreements: tuple[str, str], **more: Any
+) -> dict[str, Any]:
+    """The numbers of a run, in one shape for all engines.
+
+    Args:
+        head: the head's folder.
+        engine: name and version.
+        ours, theirs: with drafts and accepted.
+        agreements: of the engine's drafted outputs with ours, and with its own plain decoding.
+        more: settings and versions.
+    """
+    counts = {
+        name: {key: run[key] for key in ("drafts", "accepted")} for name, run in (("theirs", theirs), ("ours", ours))
+    }
+    outputs = {"outputs_as_ours": agreements[0], "outputs_as_plain": agreements[1]}
+    return {"engine": engine, **head_identity(head), "dtype": "float32", **more, **counts, **outputs}
+
+
+def write_summary(path: Path, content: dict[str, Any]) -> None:
     """Writes the numbers of a run, small enough to be kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(summary, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def compare(engine: str, ours: dict[str, Any], theirs: dict[str, Any], plain: dict[str, Any]) -> str:

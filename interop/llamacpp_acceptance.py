@@ -19,10 +19,10 @@ from typing import Any
 from common import (
     counts_table,
     encode_prompts,
-    head_identity,
     load_target,
     our_chain,
     read_prompts,
+    summary,
     within,
     write_summary,
 )
@@ -128,15 +128,13 @@ def main() -> None:
     texts = [tokenizer.decode([i for i in tokens if i not in end]) for tokens in ours["outputs"]]
     with_ours = sum(same_text(run["text"], text) for run, text in zip(drafted, texts, strict=True))
     with_plain = sum(same_text(run["text"], text) for run, text in zip(drafted, plain, strict=True))
-    print(f"Texts with drafts, llama.cpp and Aquiline: {with_ours} of {len(texts)} equal.")
-    print(f"Texts of llama.cpp with drafts and plain: {with_plain} of {len(texts)} equal.")
+    agreements = f"{with_ours} of {len(texts)} equal texts", f"{with_plain} of {len(texts)} equal texts"
+    print(f"Texts with drafts, llama.cpp and Aquiline: {agreements[0]}.")
+    print(f"Texts of llama.cpp with drafts and plain: {agreements[1]}.")
     if args.json:
-        summary = {**head_identity(args.head), "k": args.k, "limit": args.limit, "prompts": len(prompts)}
-        summary |= {"dtype": "float32", "versions": {"llama-cpp-python's llama.cpp": args.version}}
-        summary |= {"llama.cpp": theirs, "aquiline": {"drafts": ours["drafts"], "accepted": ours["accepted"]}}
-        summary["texts_llamacpp_and_aquiline"] = f"{with_ours} of {len(texts)} equal"
-        summary["texts_llamacpp_drafted_and_plain"] = f"{with_plain} of {len(texts)} equal"
-        write_summary(args.json, summary)
+        settings = {"k": args.k, "limit": args.limit, "prompts": len(prompts)}
+        engine = f"llama.cpp (llama-cpp-python {args.version})"
+        write_summary(args.json, summary(args.head, engine, ours, theirs, agreements, **settings))
     if not within(ours, theirs):
         raise SystemExit("the counts differ by more than 2 %")
 

@@ -19,10 +19,10 @@ from common import (
     agreement,
     compare,
     encode_prompts,
-    head_identity,
     load_target,
     our_chain,
     read_prompts,
+    summary,
     within,
     write_summary,
 )
@@ -76,13 +76,12 @@ def main() -> None:
     print(f"OpenVINO GenAI {theirs['versions']['openvino_genai']}: its own counters say {theirs['counters']}")
     print(compare("OpenVINO", ours, theirs, plain))
     if args.json:
-        summary = {**head_identity(args.head), "k": args.k, "limit": args.limit, "prompts": len(prompts)}
-        summary |= {"dtype": "float32", "versions": theirs["versions"], "openvino_counters": theirs["counters"]}
-        for name, run_ in (("openvino", theirs), ("aquiline", ours)):
-            summary[name] = {"drafts": run_["drafts"], "accepted": run_["accepted"]}
-        summary["outputs_openvino_and_aquiline"] = agreement(theirs["outputs"], ours["outputs"])
-        summary["outputs_openvino_drafted_and_plain"] = agreement(theirs["outputs"], plain["outputs"])
-        write_summary(args.json, summary)
+        settings = {"k": args.k, "limit": args.limit, "prompts": len(prompts), "versions": theirs["versions"]}
+        agreements = agreement(theirs["outputs"], ours["outputs"]), agreement(theirs["outputs"], plain["outputs"])
+        engine = f"OpenVINO GenAI {theirs['versions']['openvino_genai']}"
+        write_summary(
+            args.json, summary(args.head, engine, ours, theirs, agreements, counters=theirs["counters"], **settings)
+        )
     if not within(ours, theirs):
         raise SystemExit("the counts differ by more than 2 %")
 

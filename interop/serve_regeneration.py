@@ -118,8 +118,9 @@ def main() -> None:
     print(report, f"chains and accepted drafts of the server: {counts}", sep="\n")
     print(f"Regenerated answers and our own plain decoding: {same} of {len(prompts)} equal.")
     if args.json:
-        summary = {"draft": args.draft, "records": len(prompts), "max_new_tokens": args.max_new_tokens, **counts}
-        write_summary(args.json, {**summary, "report": report, "answers_equal_to_plain_decoding": same})
+        settings = {"draft": args.draft, "records": len(prompts), "max_new_tokens": args.max_new_tokens}
+        outcome = {"report": report.strip(), "answers_equal_to_our_plain_decoding": same}
+        write_summary(args.json, {**settings, **counts, **outcome})
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from common import (
     agreement,
     compare,
     encode_prompts,
-    head_identity,
     load_target,
     our_chain,
     read_prompts,
+    summary,
     within,
     write_summary,
 )
@@ -84,13 +84,10 @@ def main() -> None:
     if args.raw:
         args.raw.write_text(json.dumps({"ours": ours, "vllm": theirs, "vllm_plain": plain}))
     if args.json:
-        summary = {**head_identity(args.head), "k": args.k, "limit": args.limit, "prompts": len(prompts)}
-        summary |= {"dtype": "float32", "versions": theirs["versions"]}
-        for name, run in (("vllm", theirs), ("aquiline", ours)):
-            summary[name] = {"drafts": run["drafts"], "accepted": run["accepted"]}
-        summary["outputs_vllm_and_aquiline"] = agreement(theirs["outputs"], ours["outputs"])
-        summary["outputs_vllm_drafted_and_plain"] = agreement(theirs["outputs"], plain["outputs"])
-        write_summary(args.json, summary)
+        settings = {"k": args.k, "limit": args.limit, "prompts": len(prompts), "versions": theirs["versions"]}
+        agreements = agreement(theirs["outputs"], ours["outputs"]), agreement(theirs["outputs"], plain["outputs"])
+        engine = f"vLLM {theirs['versions']['vllm']}"
+        write_summary(args.json, summary(args.head, engine, ours, theirs, agreements, **settings))
     if not within(ours, theirs):
         raise SystemExit("the counts differ by more than 2 %")
 
