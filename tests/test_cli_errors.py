@@ -229,6 +229,10 @@ COMMANDS = {
     ),
     "bench seeds": (("bench", "--seeds", "1"), ("--seeds has no effect without --ablations",)),
     "ablations without data": (("bench", "--ablations", "--target", "target"), ("--ablations", "at least one")),
+    "ablations setting": (
+        ("bench", "--ablations", "x", "--training", "speed=1"),
+        ("--training is given 'speed=1'", "NAME=VALUE"),
+    ),
     "ablations head": (("bench", "--ablations", "x", "--heads", "y"), ("unknown head 'y'", "there are: eagle")),
     "tune prompts": (("tune", "--num-prompts", "1"), ("num_prompts is 1", "≥ 2")),
     "tune file": (("tune", "nowhere.txt", "--target", "target"), ("nowhere.txt is neither a folder nor a file",)),

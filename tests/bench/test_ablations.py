@@ -15,6 +15,7 @@ from aquiline.bench.positions import explained, position_profile
 from aquiline.bench.recorder import JudgedNode
 from aquiline.checkpoints.safeailab import write_head
 from aquiline.drafters.tree_policy import EAGLE1_PATHS
+from aquiline.training.settings import TrainSettings
 from tests import tiny
 from tests.tiny_tokenizers import byte_level
 
@@ -29,6 +30,8 @@ class Trainer:
         self.asked.append((output.name, dict(fields)))
         head = tiny.head(fields["kind"], seed=fields["seed"], dtype=torch.float32)
         write_head(output / "head", head, torch.float32)
+        lines = [{"step": 1, "loss": 2.0}, {"validation": "folder/set", "alpha": [0.5, 0.25]}]
+        (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture(scope="module", name="bed")
@@ -43,6 +46,7 @@ def settings(folder: Path, **changes: Any) -> AblationSettings:
         "positions": 5,
         "seeds": (3, 4),
         "training": (("lr", 0.5),),
+        "features": "kept",
         "questions": (str(folder / "mine.txt"),),
         "tasks": (),
         "max_new_tokens": 12,
@@ -56,11 +60,16 @@ def settings(folder: Path, **changes: Any) -> AblationSettings:
 def test_heads_are_trained_once_measured_and_compared(tmp_path: Path, bed: Bed) -> None:
     trainer = Trainer()
     report = run_ablations(settings(tmp_path), trainer, bed, quiet=True)
+    results = json.loads((tmp_path / "out" / "ablations.json").read_text())
     assert [name for name, _ in trainer.asked] == ["eagle-seed3", "eagle3-seed3", "eagle-seed4", "eagle3-seed4"]
     assert trainer.asked[0][1] == {
         "kind": "eagle", "inputs": "feature+shifted", "data": ("set",), "total_positions": 5, "seed": 3, "lr": 0.5,
+        "batch_positions": 2048, "warmup_positions": 0, "decay_share": 0.7, "validate_positions": 50,
+        "ttt_steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "feature_noise": 0.1, "muon_lr": 0.0,
+        "features": "kept", "keep_layers": (2, 3, 4),
     }  # fmt: skip
-    results = json.loads((tmp_path / "out" / "ablations.json").read_text())
+    TrainSettings(target="t", output="o", **trainer.asked[0][1])
+    assert results["runs"]["eagle"][0]["validation"] == {"set": [0.5, 0.25]}
     assert {c["name"] for c in results["comparisons"]} == {
         "tree-chain", "dynamic-static", "eagle3-eagle2", "eagle3-eagle1-chain",
     }  # fmt: skip
@@ -73,6 +82,7 @@ def test_heads_are_trained_once_measured_and_compared(tmp_path: Path, bed: Bed) 
             assert side["tau"] == [cell["tau"]["value"] for cell in cells] and len(side["tau"]) == 2
     assert {c["batch"] for run in results["runs"]["eagle3"][:1] for c in run["cells"]} == {1, 2}
     assert results["positions"]["positions"]["0"][0] > 10
+    assert "| eagle | set | 0.500 | 0.250 | 0.500–0.500 |" in report.markdown
     assert report.markdown == (tmp_path / "out" / "ablations.md").read_text()
     again = Trainer()
     second = run_ablations(settings(tmp_path), again, bed, quiet=True)
@@ -107,6 +117,8 @@ def test_every_comparison_has_its_heads_and_methods() -> None:
     assert dict(parse_method(f"eagle:{EQUAL_DYNAMIC}").options)["num_nodes"] == len(EAGLE1_PATHS) + 1
     top = next(spec for spec in HEADS if spec.name == "eagle3-top-feature")
     assert top.training(30)["layers"] == (30,)
+    for spec in HEADS:
+        TrainSettings(target="t", data=("d",), output="o", **spec.training(30))
 
 
 def test_what_position_and_confidence_explain() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aquiline.bench.environment import environment
-from aquiline.bench.findings import BATCH_METHOD, COMPARISONS, HEADS, HeadSpec, compare, render_findings
+from aquiline.bench.findings import COMPARISONS, HEADS, HeadSpec, compare, render_findings
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, make_method, parse_method
 from aquiline.bench.positions import position_profile
@@ -20,6 +20,7 @@ from aquiline.bench.recorder import JudgedNode, judged_nodes, recorded
 from aquiline.bench.runner import encode_turns, open_bed, run_bench
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
+from aquiline.targets.target import eagle3_layers
 
 logger = logging.getLogger("aquiline")
 
@@ -39,7 +40,8 @@ class AblationSettings:
         data: training sets made by `prepare`; all heads see the same positions of them.
         positions: positions that each head is trained on.
         seeds: each is one training of every head.
-        training: further fields of `TrainSettings` for every head.
+        training: further fields of `TrainSettings` for every head; they win over the heads' own.
+        features: folder that keeps the target's features for all trainings; None computes them each time.
         questions: folders or files of questions; empty: the embedded set.
         tasks: tasks to measure on.
         per_task: questions of each.
@@ -57,6 +59,7 @@ class AblationSettings:
     positions: int = 300_000
     seeds: tuple[int, ...] = (0, 1, 2)
     training: tuple[tuple[str, Any], ...] = ()
+    features: str | None = None
     questions: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("mt_bench",)
     per_task: int = 10
@@ -75,6 +78,8 @@ class AblationSettings:
                 raise ValueError(f"unknown head {name!r}; there are: {', '.join(known)}")
         if not self.seeds:
             raise ValueError("seeds are empty; allowed: at least one integer")
+        if self.positions < 1:
+            raise ValueError(f"positions is {self.positions}; it must be at least 1")
         if not self.data:
             raise ValueError("no training data given; make a set with `aquiline prepare`")
 
@@ -149,6 +154,9 @@ def _trained(settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path
         output.mkdir(parents=True, exist_ok=True)
         fields = {
             "data": settings.data, "total_positions": settings.positions, "seed": seed,
+            "batch_positions": 2048, "warmup_positions": settings.positions // 10, "decay_share": 0.7,
+            "validate_positions": 10 * settings.positions,
+            **_kept(settings, spec, bed.target.shape.num_layers),
             **spec.training(bed.target.shape.num_layers), **dict(settings.training),
         }  # fmt: skip
         logger.info("training %s, seed %d", spec.name, seed)
@@ -157,6 +165,23 @@ def _trained(settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path
             raise ValueError(f"the training of {spec.name} left no head in {output / 'head'}")
         mark.write_text("")
     return output / "head"
+
+
+def _kept(settings: AblationSettings, spec: HeadSpec, num_layers: int) -> dict[str, Any]:
+    """One folder of features for all heads, but for those that read other layers."""
+    if settings.features is None:
+        return {}
+    if "layers" in dict(spec.fields):
+        return {"features": f"{settings.features}-{spec.name}"}
+    return {"features": settings.features, "keep_layers": eagle3_layers(num_layers) if num_layers >= 7 else ()}
+
+
+def _validated(output: Path) -> dict[str, list[float]]:
+    """n-α on each validation split when the training ended, teacher-forced: what its metrics say."""
+    file = output / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    records = [json.loads(line) for line in lines]
+    return {Path(r["validation"]).name: r["alpha"] for r in records if "validation" in r}
 
 
 def _measured(
@@ -172,7 +197,7 @@ def _measured(
         tasks=settings.tasks,
         per_task=settings.per_task,
         max_new_tokens=settings.max_new_tokens,
-        batch_sizes=settings.batch_sizes if first and BATCH_METHOD in spec.methods else (1,),
+        batch_sizes=settings.batch_sizes if first and spec.name == "eagle3" else (1,),
         heads=((spec.kind, str(head)),),
         dtype=settings.dtype,
         device=settings.device,
@@ -182,7 +207,12 @@ def _measured(
     own = Bed(bed.target, bed.tokenizer, bed.end_ids, bed.path, bed.name, {spec.kind: str(head)})
     results = run_bench(chosen, own, quiet=quiet).results
     cells = [cell for cell in results["summary"] if cell["task"] == "all" and cell["method"] != "plain"]
-    return {"seed": seed, "cells": cells, "agreement": results["agreement"]}
+    return {
+        "seed": seed,
+        "cells": cells,
+        "agreement": results["agreement"],
+        "validation": _validated(_head_folder(folder, spec.name, seed)),
+    }
 
 
 def _positions(settings: AblationSettings, folder: Path, bed: Bed) -> dict[str, Any]:

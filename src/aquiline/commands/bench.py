@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--positions", type=int, help="positions that each head is trained on (default: 300,000)")
     group.add_argument("--seeds", nargs="+", type=int, help="each is one training of every head (default: 0 1 2)")
     group.add_argument("--heads", nargs="+", metavar="NAME", help="these heads alone")
+    group.add_argument("--features", metavar="DIR", help="folder that keeps the target's features for all trainings")
+    group.add_argument(
+        "--training",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="settings of every training, as `aquiline train` names them (batch_positions=4096, data_weights=1,3)",
+    )
     add_machine_options(parser)
 
 
@@ -76,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _download(arguments)
     if arguments.ablations:
         return _ablations(arguments)
-    for name in ("positions", "seeds", "heads"):
+    for name in ("positions", "seeds", "heads", "features", "training"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} has no effect without --ablations; add it or leave --{name} out")
     from aquiline.bench.runner import run_bench
@@ -101,12 +109,30 @@ def _download(arguments: argparse.Namespace) -> int:
 def _ablations(arguments: argparse.Namespace) -> int:
     from aquiline.bench.ablations import AblationSettings, run_ablations
 
-    names = (*_SHARED, "positions", "seeds", "heads")
-    settings = AblationSettings(data=tuple(arguments.ablations), **_values(arguments, names))
+    names = (*_SHARED, "positions", "seeds", "heads", "features")
+    training = tuple(_setting(text) for text in arguments.training or ())
+    settings = AblationSettings(data=tuple(arguments.ablations), training=training, **_values(arguments, names))
     report = run_ablations(settings, _trainer(arguments), quiet=arguments.quiet)
     print(json.dumps(report.results) if arguments.json else report.markdown)
     logger.info("results: %s", report.folder)
     return 0
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A setting of the trainer, of the kind that its default or its neighbours have."""
+    from aquiline.training.settings import TrainSettings
+
+    name, _, value = text.partition("=")
+    hint = typing.get_type_hints(TrainSettings).get(name)
+    if hint is None or not value:
+        raise ValueError(f"--training is given {text!r}; allowed: NAME=VALUE with a setting of `aquiline train --help`")
+    given: list[Any] = []
+    for part in value.split(","):
+        try:
+            given.append(json.loads(part))
+        except json.JSONDecodeError:
+            given.append(part)
+    return name, tuple(given) if "tuple" in str(hint) else given[0]
 
 
 def _trainer(arguments: argparse.Namespace) -> Callable[[Mapping[str, Any], Path], None]:

@@ -23,7 +23,7 @@ from aquiline.training.settings import TrainSettings
 
 
 def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSet]) -> DraftHead:
-    """Makes an untrained head that begins as close to the target as its shape allows.
+    """Makes an untrained head: random, or as close to the target as its shape allows.
 
     EAGLE-3: the decoder layer gets the weights of the target's last layer (q, k and v on the
     feature half of their input), the LM head the target's rows, and the fusing linear passes
@@ -32,7 +32,7 @@ def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSe
     (`fit_fusion` then finds a better beginning from data).
 
     Args:
-        settings: kind, layers, vocabulary size and seed.
+        settings: kind, layers, inputs, vocabulary size, start and seed.
         target: the target.
         sets: training sets, for the draft vocabulary.
     """
@@ -56,6 +56,8 @@ def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSe
     )
     torch.manual_seed(settings.seed)
     network = build_network(config)
+    if settings.start == "random":
+        return DraftHead(network, vocabulary)
     with torch.no_grad():
         if isinstance(network, Eagle3Network):
             _start_eagle3(network, target, vocabulary)

@@ -151,10 +151,14 @@ class Learner(nn.Module):
         network: float32 master weights, or a replica in the compute dtype.
         target_head: (Vd, H) rows of the target's LM head, in the compute dtype; not trained.
         loss: what it is trained on.
+        recompute: gradient checkpointing, see `unroll`.
     """
 
-    def __init__(self, network: Network, target_head: Tensor, loss: LossSettings | None = None) -> None:
+    def __init__(
+        self, network: Network, target_head: Tensor, loss: LossSettings | None = None, *, recompute: bool = False
+    ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.network = network
         self.loss = loss or LossSettings()
         self._constants = (target_head,)  # in a tuple: not a parameter, not a buffer
@@ -175,6 +179,7 @@ class Learner(nn.Module):
             micro.positions,
             self._rotary,
             block_mask=micro.block_mask,
+            recompute=self.recompute,
         )
 
     def logits(self, stream: Tensor) -> Tensor:
@@ -219,7 +224,7 @@ class Learner(nn.Module):
 def replicate(learner: Learner) -> Learner:
     """A copy in the compute dtype, for one worker; `refresh` brings it up to date."""
     network = build_network(learner.network.config).to(learner.target_head)
-    replica = Learner(network, learner.target_head, learner.loss)
+    replica = Learner(network, learner.target_head, learner.loss, recompute=learner.recompute)
     refresh(replica, learner)
     return replica
 

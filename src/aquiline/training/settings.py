@@ -26,8 +26,11 @@ class TrainSettings:
         data_weights: share of positions of each training set; empty: by their size.
         decay_weights: shares while the learning rate decays; empty: as `data_weights`.
         validation: training sets whose validation split is measured; empty: all of `data`.
-        init: head to start from; None starts from the target's own layer and LM head.
+        init: head to start from; None makes a new one.
+        start: where a new head starts: at the "target" (its last layer and LM head, or a least-squares
+            fit for EAGLE-1), or at "random" weights.
         features: folder that keeps the target's features; None computes them each time.
+        keep_layers: further layers that the folder keeps, so that heads that read them can share it.
         limit_conversations: for each set, use only so many (0: all), to repeat cached features.
         layers: feature layers of an EAGLE-3 head, one or more; None: 2, n/2, n-3.
         inputs: what an EAGLE-1 head reads, the paper's ablation: "feature+shifted" (the method),
@@ -43,7 +46,8 @@ class TrainSettings:
         feature_noise: features get uniform noise of ± this much (EAGLE-1).
         max_length: conversations are cut to so many tokens.
         batch_positions: positions of an optimiser step.
-        micro_positions: positions that go through the network together.
+        micro_positions: positions that go through the network together; a step adds up their gradients.
+        recompute: gradient checkpointing: less memory for an unroll of long conversations, a third more work.
         pack: lay conversations behind one another with a block mask instead of padding.
         lr: AdamW's learning rate.
         muon_lr: Muon's learning rate for matrices; 0 uses AdamW alone.
@@ -72,7 +76,9 @@ class TrainSettings:
     decay_weights: tuple[float, ...] = ()
     validation: tuple[str, ...] = ()
     init: str | None = None
+    start: str = "target"
     features: str | None = None
+    keep_layers: tuple[int, ...] = ()
     limit_conversations: tuple[int, ...] = ()
     layers: tuple[int, ...] | None = None
     inputs: str = INPUTS[0]
@@ -86,6 +92,7 @@ class TrainSettings:
     max_length: int = 512
     batch_positions: int = 4096
     micro_positions: int = 512
+    recompute: bool = False
     pack: bool = False
     lr: float = 1e-3
     muon_lr: float = 0.02
@@ -111,6 +118,8 @@ class TrainSettings:
             raise ValueError(f"inputs {self.inputs!r} have no effect on kind eagle3; allowed there: {INPUTS[0]}")
         if self.kind == "eagle" and self.layers is not None:
             raise ValueError(f"layers {self.layers} have no effect on kind eagle, which reads the final feature")
+        if self.start not in ("target", "random"):
+            raise ValueError(f"start {self.start!r} is not known; allowed: target, random")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype {self.dtype!r} is not allowed; allowed: bfloat16, float32")
         if not self.data:

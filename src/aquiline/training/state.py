@@ -163,18 +163,18 @@ def _learner(settings: TrainSettings, target: Decoder, head: DraftHead, sets: li
     if vocabulary is not None:
         rows = rows[vocabulary.to(rows.device)].contiguous()
     loss = LossSettings(settings.loss, settings.token_weight, settings.feature_weight)
-    return Learner(head.network, rows, loss)
+    return Learner(head.network, rows, loss, recompute=settings.recompute)
 
 
 def _features(
     settings: TrainSettings, head: DraftHead, sets: list[TrainingSet]
 ) -> tuple[FeatureStore | None, tuple[Feature, ...]]:
-    layout = tuple(dict.fromkeys((*head.config.features, "final")))
+    layout = tuple(dict.fromkeys((*head.config.features, *settings.keep_layers, "final")))
     if settings.features is None:
         return None, layout
     assert head.target_fingerprint is not None
     fingerprints = {str(i): s.fingerprint for i, s in enumerate(sets)}
-    stamp = feature_stamp(head.target_fingerprint, head.config.features, fingerprints, settings.max_length)
+    stamp = feature_stamp(head.target_fingerprint, layout, fingerprints, settings.max_length)
     store = open_features(settings.features, stamp)
     return store, store.layout
 

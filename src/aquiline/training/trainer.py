@@ -63,7 +63,7 @@ def train(settings: TrainSettings, *, resume: bool = False) -> TrainReport:
     run = start_run(settings)
     if resume and (output / "checkpoint.pt").is_file():
         restore(run, output / "checkpoint.pt")
-    elif (settings.kind, settings.init) == ("eagle", None):
+    elif (settings.kind, settings.init, settings.start) == ("eagle", None, "target"):
         share = fit_start(run)
         print(f"the fusing linear explains {share:.0%} of the next feature's variance", flush=True)
     try:

@@ -19,11 +19,12 @@ Source: EAGLE-3 (arXiv 2503.01840 §3.2, Fig. 6); HASS (arXiv 2408.15766) for EA
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from aquiline.drafters.eagle import Network
 from aquiline.targets.rope import RotaryTable
@@ -41,6 +42,7 @@ def unroll(
     *,
     block_mask: Tensor | None = None,
     dense: bool = False,
+    recompute: bool = False,
 ) -> list[Tensor]:
     """Runs as many steps as `embedded` has entries.
 
@@ -53,6 +55,7 @@ def unroll(
         block_mask: (B, T, T) additive, for rows that hold several conversations; it must
             include the causal order. None: causal.
         dense: use the readable attention that holds all scores.
+        recompute: keep of each layer its ends, keys and values for the backward, and compute the rest again.
 
     Returns:
         Per step, the (B, T, H) stream after the last layer (pre-norm).
@@ -61,22 +64,45 @@ def unroll(
     keys: list[list[Tensor]] = [[] for _ in layers]
     values: list[list[Tensor]] = [[] for _ in layers]
     limit = positions.shape[1] + len(embedded)
+    attend = dense_attention if dense else unrolled_attention
     streams = []
     for step, tokens in enumerate(embedded):
         cos, sin = rotary.at(positions + step, limit)
         stream = network.enter(tokens, hidden)
         for i in layers:
-            attention = network.attention(i)
-            read_from, residual = network.layer_input(i, stream, tokens)
-            q, k, v = attention.qkv(read_from, cos, sin)
+            arguments = (network, i, stream, tokens, (cos, sin), block_mask, attend, *keys[i], *values[i])
+            if recompute:
+                stream, k, v = checkpoint(_layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                stream, k, v = _layer(*arguments)
             keys[i].append(k)
             values[i].append(v)
-            attend = dense_attention if dense else unrolled_attention
-            mixed = attend(q, keys[i], values[i], attention.scale, block_mask)
-            stream = network.layer_finish(i, residual, mixed)
         streams.append(stream)
         hidden = network.feedback(stream)
     return streams
+
+
+def _layer(
+    network: Network,
+    index: int,
+    stream: Tensor,
+    tokens: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    attend: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], float, Tensor | None], Tensor],
+    *past: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer of one step; `past` are the keys and then the values of the steps before.
+
+    Returns:
+        The stream after the layer, and this step's keys and values.
+    """
+    attention = network.attention(index)
+    read_from, residual = network.layer_input(index, stream, tokens)
+    q, k, v = attention.qkv(read_from, *rotation)
+    half = len(past) // 2
+    mixed = attend(q, [*past[:half], k], [*past[half:], v], attention.scale, mask)
+    return network.layer_finish(index, residual, mixed), k, v
 
 
 def block_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
