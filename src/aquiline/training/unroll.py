@@ -20,6 +20,7 @@ Source: EAGLE-3 (arXiv 2503.01840 §3.2, Fig. 6); HASS (arXiv 2408.15766) for EA
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,16 +66,15 @@ def unroll(
     values: list[list[Tensor]] = [[] for _ in layers]
     limit = positions.shape[1] + len(embedded)
     attend = dense_attention if dense else unrolled_attention
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]] = _layer
+    if recompute:
+        run = partial(checkpoint, _layer, use_reentrant=False, preserve_rng_state=False)
     streams = []
     for step, tokens in enumerate(embedded):
         cos, sin = rotary.at(positions + step, limit)
         stream = network.enter(tokens, hidden)
         for i in layers:
-            arguments = (network, i, stream, tokens, (cos, sin), block_mask, attend, *keys[i], *values[i])
-            if recompute:
-                stream, k, v = checkpoint(_layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-            else:
-                stream, k, v = _layer(*arguments)
+            stream, k, v = run(network, i, stream, tokens, (cos, sin), block_mask, attend, *keys[i], *values[i])
             keys[i].append(k)
             values[i].append(v)
         streams.append(stream)
