@@ -13,13 +13,13 @@ from torch import Tensor
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.heads import inspect_head
 from aquiline.checkpoints.safeailab import read_head
-from aquiline.drafters.eagle import INPUTS, HeadConfig
+from aquiline.drafters.eagle import INPUTS, Eagle3Network, HeadConfig
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training.features import compute_features
-from aquiline.training.learner import Example, Learner, build_micro_batch, token_shift
+from aquiline.training.learner import Example, Learner, LossSettings, build_micro_batch, token_shift
 from aquiline.training.settings import TrainSettings
 from aquiline.training.trainer import train
 from tests import tiny
@@ -131,6 +131,40 @@ def test_an_ablated_training_leaves_a_head_that_only_we_run(base: Path, inputs: 
         export_head(folder, "vllm", base / "exported", target.shape, target_name="tiny")
     with pytest.raises(ValueError, match=f"say inputs {inputs}".replace("+", r"\+")):
         train(dataclasses.replace(settings, output=str(base / "other"), inputs=INPUTS[0], init=str(folder)))
+
+
+def test_eagle3_with_one_layer_and_a_loss_on_features(base: Path) -> None:
+    train(tiny_settings(base, "top", layers=(7,), feature_weight=1.0, total_positions=60))
+    head = read_head(base / "top" / "head", load_target(base / "target", torch.float32).shape)
+    assert head.config.features == (7,)
+    first = json.loads((base / "top" / "metrics.jsonl").read_text().splitlines()[0])
+    tokens = sum(0.8**i * loss for i, loss in enumerate(first["token_loss"]))
+    assert first["loss"] > 1.05 * tokens
+
+
+def test_the_feature_loss_of_eagle3_is_on_the_normed_stream() -> None:
+    target, head = tiny.decoder("llama"), tiny.head("eagle3")
+    ids = torch.tensor(tiny.prompts(3, seed=2)[2])
+    both = compute_features(target, ids, (*head.config.features, "final"))
+    example = Example(ids, torch.ones(len(ids), dtype=torch.bool), both[:, :-48], both[:, -48:])
+    micro = build_micro_batch([example], target.embed_tokens.weight, 2)
+    rows = target.lm_head.weight[::2]
+    scales = [0.5, 0.25]
+    with torch.no_grad():
+        plain, featured = (
+            Learner(head.network, rows, LossSettings(feature_weight=weight))(micro, scales)[0] for weight in (0.0, 2.0)
+        )
+        network = head.network
+        assert isinstance(network, Eagle3Network)
+        expected = 0.0
+        for stream, at, wanted, scale in zip(
+            Learner(network, rows).streams(micro), micro.rows, micro.wanted, scales, strict=True
+        ):
+            difference = network.norm(stream[0, at]) - micro.final[wanted]
+            small = difference.abs() < 1
+            errors = torch.where(small, 0.5 * difference**2, difference.abs() - 0.5)
+            expected += scale * float(errors.mean(-1).sum())
+    assert float(featured - plain) == pytest.approx(2 * expected, rel=1e-9)
 
 
 def test_inputs_that_do_not_exist_are_refused() -> None:
