@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "aquiline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("kinds",),
     ("tree", "sampling", "stats"),
     ("verify", "cache"),
     (

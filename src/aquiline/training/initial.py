@@ -17,17 +17,19 @@ from aquiline.drafters.eagle import (
 )
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import decoder_layers
-from aquiline.targets.target import Feature, eagle3_layers
+from aquiline.targets.target import Feature, Target, eagle3_layers
 from aquiline.training.dataset import TrainingSet
 from aquiline.training.settings import TrainSettings
+from aquiline.training.target_parts import draft_layer, final_norm_weight, read_out_rows
 
 
-def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSet]) -> DraftHead:
+def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet]) -> DraftHead:
     """Makes an untrained head: random, or as close to the target as its shape allows.
 
     EAGLE-3: the decoder layer gets the weights of the target's last layer (q, k and v on the
     feature half of their input), the LM head the target's rows, and the fusing linear passes
-    the last feature through. EAGLE-1: it begins as the identity on the feature; its layer has no
+    the last feature through; of a target that only transformers computes, the layer begins at zero
+    instead. EAGLE-1: it begins as the identity on the feature; its layer has no
     first norm, and the target's weights behind normed features give a loss in the thousands
     (`fit_fusion` then finds a better beginning from data).
 
@@ -46,7 +48,7 @@ def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSe
         vocabulary = draft_vocabulary(sets, settings.draft_vocab_size, shape.vocab_size)
     config = HeadConfig(
         kind=settings.kind,
-        layer=target.config.layer,
+        layer=draft_layer(target),
         vocab_size=shape.vocab_size,
         draft_vocab_size=len(vocabulary) if vocabulary is not None else shape.vocab_size,
         target_hidden_size=shape.hidden_size,
@@ -66,11 +68,20 @@ def new_head(settings: TrainSettings, target: Decoder, sets: Iterable[TrainingSe
     return DraftHead(network, vocabulary)
 
 
-def _start_eagle3(network: Eagle3Network, target: Decoder, vocabulary: Tensor | None) -> None:
+def _start_eagle3(network: Eagle3Network, target: Target, vocabulary: Tensor | None) -> None:
     hidden = network.config.hidden_size
-    last, layer = decoder_layers(target.layers)[-1], network.midlayer
     network.fc.weight.mul_(0.1)
     network.fc.weight[:, -hidden:] += torch.eye(hidden)
+    network.lm_head.weight.copy_(read_out_rows(target, vocabulary))
+    scale = final_norm_weight(target)
+    if scale is not None:
+        network.norm.weight.copy_(scale)
+    layer = network.midlayer
+    if not isinstance(target, Decoder):
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        return
+    last = decoder_layers(target.layers)[-1]
     layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(layer.self_attn, name).weight
@@ -79,9 +90,6 @@ def _start_eagle3(network: Eagle3Network, target: Decoder, vocabulary: Tensor | 
     layer.mlp.load_state_dict(last.mlp.state_dict())
     layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
     layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
-    network.norm.load_state_dict(target.norm.state_dict())
-    rows = target.lm_head.weight
-    network.lm_head.weight.copy_(rows if vocabulary is None else rows[vocabulary])
 
 
 def _start_eagle(network: EagleNetwork) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from aquiline.checkpoints.safeailab import read_head, write_head
 from aquiline.checkpoints.targets import target_fingerprint
 from aquiline.drafters.eagle import DraftHead
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
-from aquiline.targets.target import Feature
+from aquiline.targets.target import Feature, Target
 from aquiline.training.dataset import TrainingSet, open_training_set
 from aquiline.training.features import FeatureStore, feature_stamp, open_features
 from aquiline.training.initial import draft_vocabulary, new_head
@@ -26,6 +27,7 @@ from aquiline.training.learner import Learner, LossSettings, replicate
 from aquiline.training.optim import make_optimisers
 from aquiline.training.settings import TrainSettings, changed_settings, settings_record
 from aquiline.training.stream import Mixture
+from aquiline.training.target_parts import embedding_table, read_out_rows
 
 
 @dataclass(eq=False)
@@ -35,6 +37,7 @@ class Run:
     Attributes:
         settings: what was asked.
         target: frozen.
+        embedding: (V, H) its embeddings.
         head: the head; its network holds the float32 master weights.
         learner: the masters with their loss.
         optimisers: of the masters.
@@ -50,7 +53,8 @@ class Run:
     """
 
     settings: TrainSettings
-    target: Decoder
+    target: Target
+    embedding: Tensor
     head: DraftHead
     learner: Learner
     optimisers: list[torch.optim.Optimizer]
@@ -100,11 +104,6 @@ def start_run(settings: TrainSettings) -> Run:
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     target = load_target(settings.target, getattr(torch, settings.dtype), accelerator.device)
-    if not isinstance(target, Decoder):
-        raise ValueError(
-            f"{settings.target}: training reads the target through our own decoder, which does not "
-            "compute this family; convert it or train with another framework"
-        )
     sets = [open_training_set(path) for path in settings.data]
     head = _first_head(settings, target, sets)
     learner = _learner(settings, target, head, sets)
@@ -119,11 +118,12 @@ def start_run(settings: TrainSettings) -> Run:
     cores = len(os.sched_getaffinity(0)) // accelerator.num_processes if on_cpu else 1
     workers = settings.workers or max(1, cores)
     # Grown here, before several threads would grow it at once.
-    positions = torch.arange(settings.max_length, device=accelerator.device)
-    target.rotary(positions, settings.max_length)
+    if isinstance(target, Decoder):
+        target.rotary(torch.arange(settings.max_length, device=accelerator.device), settings.max_length)
     return Run(
         settings=settings,
         target=target,
+        embedding=embedding_table(target),
         head=head,
         learner=learner,
         optimisers=optimisers,
@@ -138,7 +138,7 @@ def start_run(settings: TrainSettings) -> Run:
     )
 
 
-def _first_head(settings: TrainSettings, target: Decoder, sets: list[TrainingSet]) -> DraftHead:
+def _first_head(settings: TrainSettings, target: Target, sets: list[TrainingSet]) -> DraftHead:
     if settings.init is None:
         head = new_head(settings, target, sets)
     else:
@@ -155,13 +155,11 @@ def _first_head(settings: TrainSettings, target: Decoder, sets: list[TrainingSet
     return head
 
 
-def _learner(settings: TrainSettings, target: Decoder, head: DraftHead, sets: list[TrainingSet]) -> Learner:
+def _learner(settings: TrainSettings, target: Target, head: DraftHead, sets: list[TrainingSet]) -> Learner:
     vocabulary = head.draft_to_target
     if vocabulary is None and settings.draft_vocab_size < target.shape.vocab_size:
         vocabulary = draft_vocabulary(sets, settings.draft_vocab_size, target.shape.vocab_size)
-    rows = target.lm_head.weight.detach()
-    if vocabulary is not None:
-        rows = rows[vocabulary.to(rows.device)].contiguous()
+    rows = read_out_rows(target, vocabulary)
     loss = LossSettings(settings.loss, settings.token_weight, settings.feature_weight)
     return Learner(head.network, rows, loss, recompute=settings.recompute)
 

@@ -58,8 +58,7 @@ def optimiser_step(run: Run) -> StepReport:
     def work(group: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         torch.set_num_threads(1)
         examples = [_example(run, *chosen[i], *texts[i]) for i in group]
-        embedding = run.target.embed_tokens.weight
-        micro = build_micro_batch(examples, embedding, settings.ttt_steps, pack=settings.pack, shift=shift)
+        micro = build_micro_batch(examples, run.embedding, settings.ttt_steps, pack=settings.pack, shift=shift)
         replica = run.free.pop()
         result = gradients(replica, micro, scales)
         run.free.append(replica)

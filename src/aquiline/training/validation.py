@@ -17,9 +17,10 @@ from torch import Tensor
 
 from aquiline.drafters.eagle import DraftHead
 from aquiline.drafters.tree_policy import EAGLE1_PATHS
-from aquiline.targets.decoder import Decoder
+from aquiline.targets.target import Target
 from aquiline.training.features import compute_features
 from aquiline.training.learner import Example, Learner, MicroBatch, build_micro_batch, replicate, token_shift
+from aquiline.training.target_parts import embedding_table, read_out_rows
 
 _TOP = 10
 _BINS = 10
@@ -62,7 +63,7 @@ class _Rows:
 
 @torch.no_grad()
 def measure_acceptance(
-    target: Decoder, head: DraftHead, conversations: Iterable[tuple[Tensor, Tensor]], steps: int
+    target: Target, head: DraftHead, conversations: Iterable[tuple[Tensor, Tensor]], steps: int
 ) -> Acceptance:
     """Measures a head.
 
@@ -72,8 +73,15 @@ def measure_acceptance(
         conversations: (tokens, mask) pairs.
         steps: depths to measure, ≥ 5.
     """
-    learner = replicate(Learner(head.network, target.lm_head.weight))
-    parts = [_measure(learner, target, head, tokens, mask, steps) for tokens, mask in conversations if len(tokens) >= 3]
+    # An EAGLE-3 head reads its streams out by itself; of the target's it takes the dtype.
+    ids = head.draft_to_target if head.config.kind == "eagle3" else None
+    learner = replicate(Learner(head.network, read_out_rows(target, ids)))
+    embedding = embedding_table(target)
+    parts = [
+        _measure(learner, target, embedding, head, tokens, mask, steps)
+        for tokens, mask in conversations
+        if len(tokens) >= 3
+    ]
     if not parts:
         raise ValueError("no validation conversation of at least 3 tokens; prepare a larger set")
     rows = _Rows(*(torch.cat(p, dim=-1) for p in zip(*map(_fields, parts), strict=True)))
@@ -143,7 +151,9 @@ def _calibration(confidence: Tensor, right: Tensor) -> tuple[list[tuple[int, flo
     return table, error / max(1, len(confidence))
 
 
-def _measure(learner: Learner, target: Decoder, head: DraftHead, tokens: Tensor, mask: Tensor, steps: int) -> _Rows:
+def _measure(
+    learner: Learner, target: Target, embedding: Tensor, head: DraftHead, tokens: Tensor, mask: Tensor, steps: int
+) -> _Rows:
     hidden = head.config.target_hidden_size
     wanted = tuple(dict.fromkeys((*head.config.features, "final")))
     both = compute_features(target, tokens, wanted)
@@ -151,7 +161,7 @@ def _measure(learner: Learner, target: Decoder, head: DraftHead, tokens: Tensor,
     example = Example(tokens, mask, both[:, :width], both[:, -hidden:])
     rows = len(tokens) - 1
     shift = token_shift(head.config.inputs)
-    micro = build_micro_batch([example], target.embed_tokens.weight, steps, shift=shift)
+    micro = build_micro_batch([example], embedding, steps, shift=shift)
     best, confidence = _best(learner, micro, head)
     truth = target.project(example.final).argmax(-1)
     rank = torch.full((steps, rows), _TOP, dtype=torch.int64, device=tokens.device)

@@ -1,0 +1,106 @@
+"""What training reads of a target beside its features: embeddings, the read-out, sizes for a draft layer.
+
+Our own decoder shows its weights. Any other target is asked: its embedding of every token, its
+logits of unit vectors. That holds whatever a model does around its matrices (Gemma's √H on
+embeddings, Cohere's and Granite's logit scale, quantised weights).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aquiline.drafters.final_heads import lm_head_rows
+from aquiline.targets.decoder import Decoder
+from aquiline.targets.layers import LayerConfig
+from aquiline.targets.rope import RopeConfig
+from aquiline.targets.target import Target
+
+
+@torch.no_grad()
+def embedding_table(target: Target) -> Tensor:
+    """(V, H) embeddings of all tokens, as `target.embed` returns them."""
+    if isinstance(target, Decoder):
+        return target.embed_tokens.weight.detach()
+    return target.embed(torch.arange(target.shape.vocab_size, device=target.device))
+
+
+@torch.no_grad()
+def read_out_rows(target: Target, ids: Tensor | None) -> Tensor:
+    """Rows of the matrix that turns "final" features into logits, in the target's dtype.
+
+    Args:
+        target: the target.
+        ids: (Vd,) int64 tokens, or None for all.
+
+    Returns:
+        (Vd, H).
+
+    Raises:
+        ValueError: if the logits are no linear function of the feature.
+    """
+    if isinstance(target, Decoder):
+        weight = target.lm_head.weight.detach()
+        return weight if ids is None else weight[ids.to(weight.device)].contiguous()
+    every = torch.arange(target.shape.vocab_size, device=target.device)
+    rows = lm_head_rows(target, every if ids is None else ids.to(target.device))
+    if rows is None:
+        raise ValueError(
+            "this target's logits are no linear function of its last feature (a soft-cap or a bias behind the LM "
+            "head), which the losses of draft heads assume; choose another target"
+        )
+    return rows
+
+
+def draft_layer(target: Target) -> LayerConfig:
+    """Sizes of a draft head's layer: the target's own where our decoder computes it, else a Llama layer as large.
+
+    Raises:
+        ValueError: for a target whose configuration is not known.
+    """
+    if isinstance(target, Decoder):
+        return target.config.layer
+    config = getattr(getattr(target, "model", None), "config", None)
+    if config is None:
+        raise ValueError(f"a {type(target).__name__} has no configuration to take a draft layer's sizes from")
+    hidden, heads = target.shape.hidden_size, int(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    inner = getattr(config, "intermediate_size", None)
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    return LayerConfig(
+        hidden_size=hidden,
+        intermediate_size=inner if isinstance(inner, int) else 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=head_dim - head_dim % 2,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        rope=RopeConfig(_theta(config), head_dim - head_dim % 2),
+        activation=activation if activation == "gelu_pytorch_tanh" else "silu",
+    )
+
+
+def final_norm_weight(target: Target) -> Tensor | None:
+    """(H,) what the target's last RMSNorm multiplies by; None where it has no such norm.
+
+    An RMSNorm of ones is its weight, whether a model stores that as w or as 1 + w (Gemma).
+    """
+    if isinstance(target, Decoder):
+        return target.norm.weight.detach()
+    base = getattr(getattr(target, "model", None), "base_model", None)
+    norm = getattr(base, "norm", None)
+    if not isinstance(norm, torch.nn.Module):
+        return None
+    ones = torch.ones(target.shape.hidden_size, dtype=target.dtype, device=target.device)
+    with torch.no_grad():
+        weight: Tensor = norm(ones)
+    return weight if weight.shape == ones.shape and bool((weight.abs() > 1e-3).any()) else None
+
+
+def _theta(config: Any) -> float:
+    """Base of the rotary frequencies of the layers that see everything."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
