@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from aquiline import text
 from aquiline.batch import Batch, capacity_for
 from aquiline.emission import Emission
-from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
+from aquiline.kinds import check_kind
+from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed, merged_params
 from aquiline.sampling import SamplingParams
 
 
@@ -41,6 +41,7 @@ class ChatSession:
     ) -> None:
         if not getattr(engine.tokenizer, "chat_template", None):
             raise ValueError("a chat needs a tokenizer with a chat template; use an instruction-tuned model")
+        check_kind("system", system, isinstance(system, str | None), "a text or None")
         self.engine = engine
         self.defaults = _single(defaults or SamplingParams())
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
@@ -55,7 +56,7 @@ class ChatSession:
         assert outputs[-1] is not None, "a stream that runs to its end ends with the output"
         return outputs[-1]
 
-    def stream(self, message: str, params: SamplingParams | None = None, **settings: Any) -> Iterator[StreamEvent]:
+    def stream(self, message: str, params: SamplingParams | None = None, **settings: Any) -> Generator[StreamEvent, None, None]:
         """Says `message` and yields the answer as it comes.
 
         Both become part of `messages` when the answer ends. An answer that is closed or
@@ -72,9 +73,16 @@ class ChatSession:
         """
         if self._answering:
             raise RuntimeError("the last answer is still being streamed; finish or close it first")
-        params = _single(replace(params or self.defaults, **settings))
+        check_kind("the message", message, isinstance(message, str), "a text")
+        params = _single(merged_params(params, self.defaults, settings))
         turn = {"role": "user", "content": message}
         tokens = text.encode(self.engine.tokenizer, self.engine.target.shape.vocab_size, [*self.messages, turn])
+        room = self.engine.target.shape.max_positions - len(tokens)
+        if room < max(1, params.min_new_tokens) and self.messages:
+            raise ValueError(
+                f"the conversation has grown to {len(tokens)} tokens and leaves no room for an answer in the context "
+                f"of {room + len(tokens)}; begin a new one"
+            )
         request = Request(tokens, params)
         check(self.engine, request)
         emission = Emission(self.engine, request, 0, 0, fresh_seed() if params.seed is None else params.seed)
@@ -84,7 +92,7 @@ class ChatSession:
         """Frees the keys and values; a later turn computes them again."""
         self._batch = None
 
-    def _answer(self, turn: dict[str, Any], emission: Emission) -> Iterator[StreamEvent]:
+    def _answer(self, turn: dict[str, Any], emission: Emission) -> Generator[StreamEvent, None, None]:
         if self._answering:
             raise RuntimeError("the last answer is still being streamed; finish or close it first")
         self._answering = True

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aquiline.kinds import check_kind
 from aquiline.request import Engine
 
 
@@ -99,7 +100,10 @@ def json_schema(engine: Engine, schema: str | Mapping[str, Any]) -> Grammar:
         ValueError: if the schema is not one, or uses what llguidance does not support.
         ImportError: without llguidance.
     """
-    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the schema is no JSON ({error}); allowed: what json.dumps writes") from error
     return _grammar(engine, "grammar_from_json_schema", text)
 
 
@@ -118,6 +122,9 @@ def _grammar(engine: Engine, kind: str, source: str) -> Grammar:
         from llguidance import LLMatcher
     except ImportError as error:
         raise ImportError("grammars need llguidance; install it with: pip install 'aquiline[grammar]'") from error
+    if not isinstance(engine, Engine):
+        raise TypeError(f"the engine of a grammar is a {type(engine).__name__}; allowed: an Engine (loaded.engine)")
+    check_kind("a grammar's source", source, isinstance(source, str), "a text")
     if engine.tokenizer is None:
         raise ValueError("a grammar needs a tokenizer, and this engine has none")
     if not engine.end_ids:

@@ -24,6 +24,8 @@ from aquiline.generate import (
     generate_requests,
     stream_requests,
 )
+from aquiline.kinds import check_kind, flag
+from aquiline.request import merged_params
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule
@@ -118,13 +120,8 @@ class Loaded:
     def _requests(
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None, raw: bool, settings: dict[str, Any]
     ) -> list[Request]:
-        known = SamplingParams.__dataclass_fields__
-        unknown = sorted(settings.keys() - known.keys())
-        if unknown:
-            raise TypeError(f"unknown setting {unknown[0]!r}; allowed: {', '.join(known)}")
-        if not isinstance(params, SamplingParams | None):
-            raise TypeError(f"params is {params!r}; allowed: SamplingParams or None; give single settings by name")
-        params = replace(self.defaults if params is None else params, **settings)
+        params = merged_params(params, self.defaults, settings)
+        flag("raw", raw)
         prompts: list[Any] = list(prompt) if _is_batch(prompt) else [prompt]
         return [Request(encode_prompt(self.engine, item, raw=raw), params) for item in prompts]
 
@@ -180,11 +177,12 @@ def load(
     from aquiline.targets.hf import target_from_hf
     from aquiline.targets.loading import load_target
 
+    _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
     path: Path | None = None
     model: Any = target
     if isinstance(target, str | Path):
         path = resolve_target(target, logger.info)
-        model = load_target(path, _dtype(dtype, device), _device(device))
+        model = load_target(path, _dtype(dtype, device), _existing(_device(device)))
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
     elif not hasattr(target, "new_cache"):
         if not isinstance(target, torch.nn.Module):
@@ -203,6 +201,15 @@ def load(
     end_ids, defaults = _generation_defaults(path, target, tokenizer)
     engine = Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows)
     return Loaded(engine, path, name, defaults)
+
+
+def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
+    """Refuses empty names, which would mean the present folder, and what is neither True nor False."""
+    for name, value in (("target", target), ("draft", draft), ("tree", tree)):
+        if value == "":
+            raise ValueError(f"{name} is ''; allowed: a name or a file, or leave it out")
+    for name, value in flags.items():
+        flag(name, value, optional=name != "packed")
 
 
 def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
@@ -248,10 +255,18 @@ def _device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device is {device!r}; allowed: 'cpu', 'cuda', 'cuda:1', …") from error
 
 
+def _existing(device: torch.device) -> torch.device:
+    there = torch.cuda.device_count()
+    if device.type == "meta" or (device.type == "cuda" and (device.index or 0) >= there):
+        raise ValueError(f"device is '{device}', and PyTorch sees {there} CUDA devices here; allowed: 'cpu', …")
+    return device
+
+
 def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if dtype is not None:
+        check_kind("dtype", dtype, isinstance(dtype, str | torch.dtype), "a dtype or its name")
         named = {
             "float32": torch.float32,
             "bfloat16": torch.bfloat16,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from aquiline.drafters.drafter import Drafter
+from aquiline.kinds import check_kind, integer
 from aquiline.sampling import LogitsProcessor, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
@@ -42,8 +43,8 @@ class Engine:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise ValueError(f"max_rows is {self.max_rows}; allowed: an integer ≥ 1")
+        object.__setattr__(self, "max_rows", integer("max_rows", self.max_rows, 1))
+        _check_ids("the model's end-of-sequence tokens (eos_token_id) have", self.end_ids, self.target.shape.vocab_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +166,21 @@ def _check_ids(what: str, ids: Any, vocabulary: int) -> None:
     outside = next((token for token in ids if not 0 <= token < vocabulary), None)
     if outside is not None:
         raise ValueError(f"{what} token id {outside}; allowed: 0 … {vocabulary - 1}, the target's vocabulary")
+
+
+def merged_params(params: SamplingParams | None, defaults: SamplingParams, settings: dict[str, Any]) -> SamplingParams:
+    """`params`, or the defaults without any, with single settings on top.
+
+    Raises:
+        TypeError: for an unknown setting, or `params` of another kind.
+    """
+    known = SamplingParams.__dataclass_fields__
+    unknown = sorted(settings.keys() - known.keys())
+    if unknown:
+        raise TypeError(f"unknown setting {unknown[0]!r}; allowed: {', '.join(known)}")
+    good = isinstance(params, SamplingParams | None)
+    check_kind("params", params, good, "SamplingParams or None; give single settings by name")
+    return replace(defaults if params is None else params, **settings)
 
 
 def fresh_seed() -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from aquiline.kinds import check_kind, check_value, flag, integer, number, several
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's form: (input_ids (1, S) int64, scores (1, V) float32) → scores (1, V)."""
@@ -64,42 +64,42 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._settle_kinds()
-        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "an integer ≥ 0")
-        _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "an integer ≥ 0")
+        check_value("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "an integer ≥ 0")
+        check_value("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "an integer ≥ 0")
         finite = math.isfinite(self.temperature) and self.temperature >= 0
-        _check("temperature", self.temperature, finite, "a finite number ≥ 0 (0 is greedy)")
-        _check("top_k", self.top_k, self.top_k >= 0, "an integer ≥ 0 (0 is off)")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1] (1 is off)")
-        _check("min_p", self.min_p, 0 <= self.min_p < 1, "in [0, 1) (0 is off)")
+        check_value("temperature", self.temperature, finite, "a finite number ≥ 0 (0 is greedy)")
+        check_value("top_k", self.top_k, self.top_k >= 0, "an integer ≥ 0 (0 is off)")
+        check_value("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1] (1 is off)")
+        check_value("min_p", self.min_p, 0 <= self.min_p < 1, "in [0, 1) (0 is off)")
         penalty = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
-        _check("repetition_penalty", self.repetition_penalty, penalty, "a finite number > 0 (1 is off)")
+        check_value("repetition_penalty", self.repetition_penalty, penalty, "a finite number > 0 (1 is off)")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check(name, getattr(self, name), math.isfinite(getattr(self, name)), "a finite number (0 is off)")
-        _check("n", self.n, self.n >= 1, "an integer ≥ 1")
-        _check("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or an integer ≥ 0")
+            check_value(name, getattr(self, name), math.isfinite(getattr(self, name)), "a finite number (0 is off)")
+        check_value("n", self.n, self.n >= 1, "an integer ≥ 1")
+        check_value("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or an integer ≥ 0")
         seeded = self.seed is None or -(1 << 63) <= self.seed < 1 << 64
-        _check("seed", self.seed, seeded, "None or an integer of 64 bits")
-        _check("stop", self.stop, all(self.stop), "non-empty strings")
+        check_value("seed", self.seed, seeded, "None or an integer of 64 bits")
+        check_value("stop", self.stop, all(self.stop), "non-empty strings")
         usable = all(math.isfinite(bias) or bias == -math.inf for bias in self.logit_bias.values())
-        _check("logit_bias", self.logit_bias, usable, "finite numbers, or -inf to bar a token")
+        check_value("logit_bias", self.logit_bias, usable, "finite numbers, or -inf to bar a token")
 
     def _settle_kinds(self) -> None:
         """Turns what converts without loss into the declared kinds; refuses the rest."""
-        settled: dict[str, Any] = {name: _integer(name, getattr(self, name)) for name in _INTEGERS}
+        settled: dict[str, Any] = {name: integer(name, getattr(self, name)) for name in _INTEGERS}
         optional = (name for name in ("seed", "logprobs") if getattr(self, name) is not None)
-        settled |= {name: _integer(name, getattr(self, name)) for name in optional}
-        settled |= {name: _number(name, getattr(self, name)) for name in _NUMBERS}
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
-        _check_kind("stop", self.stop, all(isinstance(text, str) for text in stop), "a string, or several")
-        ids = tuple(_integer("stop_token_ids", token) for token in _tuple("stop_token_ids", self.stop_token_ids))
-        _check_kind("logit_bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "token id → number")
-        bias = {_integer("logit_bias", token): _number("logit_bias", b) for token, b in self.logit_bias.items()}
-        processors = _tuple("logits_processors", self.logits_processors)
+        settled |= {name: integer(name, getattr(self, name)) for name in optional}
+        settled |= {name: number(name, getattr(self, name)) for name in _NUMBERS}
+        stop = (self.stop,) if isinstance(self.stop, str) else several("stop", self.stop, "a string, or several")
+        check_kind("stop", self.stop, all(isinstance(text, str) for text in stop), "a string, or several")
+        ids = tuple(integer("stop_token_ids", token) for token in several("stop_token_ids", self.stop_token_ids))
+        check_kind("logit_bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "token id → number")
+        bias = {integer("logit_bias", token): number("logit_bias", b) for token, b in self.logit_bias.items()}
+        processors = several("logits_processors", self.logits_processors)
         usable = all(callable(processor) or hasattr(processor, "for_request") for processor in processors)
-        _check_kind(
+        check_kind(
             "logits_processors", self.logits_processors, usable, "several callables (input_ids, scores) → scores"
         )
-        _check_kind("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "True or False")
+        flag("ignore_eos", self.ignore_eos)
         settled |= {"stop": stop, "stop_token_ids": ids, "logit_bias": bias, "logits_processors": processors}
         for name, value in settled.items():
             object.__setattr__(self, name, value)
@@ -124,31 +124,6 @@ class SamplingParams:
 
 _INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "n")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
-def _check(name: str, value: object, good: bool, allowed: str) -> None:
-    if not good:
-        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-def _check_kind(name: str, value: object, good: bool, allowed: str) -> None:
-    if not good:
-        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-def _integer(name: str, value: Any) -> int:
-    _check_kind(name, value, hasattr(value, "__index__") and not isinstance(value, bool), "an integer")
-    return operator.index(value)
-
-
-def _number(name: str, value: Any) -> float:
-    _check_kind(name, value, isinstance(value, Real) and not isinstance(value, bool), "a number")
-    return float(value)
-
-
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
-    _check_kind(name, value, isinstance(value, Iterable) and not isinstance(value, str | bytes), "several, in a tuple")
-    return tuple(value)
 
 
 def processed_logits(
@@ -187,8 +162,16 @@ def processed_logits(
         scores[list(end_ids)] = -torch.inf
     for processor in params.logits_processors:
         ids = torch.tensor([list(prefix)], dtype=torch.int64, device=scores.device)
-        scores = processor(ids, scores[None])[0]
+        scores = _returned(processor, processor(ids, scores[None]), len(scores))[0]
     return scores
+
+
+def _returned(processor: LogitsProcessor, scores: Any, vocabulary: int) -> Tensor:
+    """What a user's processor returned, if it is scores at all."""
+    if isinstance(scores, Tensor) and scores.shape == (1, vocabulary):
+        return scores
+    found = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+    raise TypeError(f"the logits processor {processor!r} returned {found}; allowed: scores of shape (1, {vocabulary})")
 
 
 _COLD = 1e-30

@@ -94,13 +94,13 @@ def encode(tokenizer: Any | None, vocab_size: int, prompt: Prompt, *, raw: bool 
             tokenizer or a chat template that is not there.
         TypeError: for a prompt of another kind.
     """
-    if not isinstance(prompt, str | Sequence):
+    if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes | bytearray):
         raise TypeError(f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token (for an unprompted text the model's BOS token)")
     if isinstance(prompt, str):
         tokens = _encode_text(tokenizer, prompt, raw)
-    elif all(isinstance(part, Mapping) for part in prompt):
+    elif any(isinstance(part, Mapping) for part in prompt):
         tokens = _tokenize(tokenizer, render(tokenizer, prompt), special=False)  # type: ignore[arg-type]
     else:
         tokens = [_token_id(part) for part in prompt]
@@ -124,23 +124,27 @@ def render(tokenizer: Any | None, messages: Sequence[Mapping[str, Any]]) -> str:
         raise ValueError("chat messages need a tokenizer with a chat template; pass a text with raw=True, or token ids")
     assert tokenizer is not None
     try:
-        texts = [_text_only(message) for message in messages]
+        texts = [_checked(message) for message in messages]
         text: str = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     return text
 
 
-def _text_only(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked(message: Any) -> Mapping[str, Any]:
     """A message whose content is one text, as templates of text models expect it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TypeError(f"{message!r} is no message; allowed: {{'role': …, 'content': …}} with a text as the role")
     content = message.get("content")
-    if not isinstance(content, list):
+    if isinstance(content, str | None):  # None: what a template makes of it is its own affair
         return message
+    if not isinstance(content, list):
+        raise TypeError(f"a message has content {content!r}; allowed: a text, or a list of parts of type 'text'")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text":
+        if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"a message has content of type {kind!r}; allowed: text, this is a text model")
-    return {**message, "content": "".join(str(part["text"]) for part in content)}
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _encode_text(tokenizer: Any | None, prompt: str, raw: bool) -> list[int]:
@@ -152,12 +156,19 @@ def _encode_text(tokenizer: Any | None, prompt: str, raw: bool) -> list[int]:
 def _tokenize(tokenizer: Any | None, text: str, special: bool) -> list[int]:
     if tokenizer is None:
         raise ValueError("this engine has no tokenizer; give the prompt as token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = text[max(0, error.start - 10) : error.end]
+        raise ValueError(f"the prompt is no Unicode text at {place!r}; give it as UTF-8") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     return tokens
 
 
 def _token_id(part: object) -> int:
     try:
+        if isinstance(part, bool):
+            raise TypeError
         return operator.index(part)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(

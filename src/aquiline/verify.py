@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.kinds import check_value, number
 from aquiline.sampling import NOT_A_NUMBER, TokenChooser, draw, uniform
 from aquiline.tree import DraftTree
 
@@ -219,9 +220,8 @@ class LossyRule:
         if self.kind not in ("threshold", "typical"):
             raise ValueError(f"lossy rule {self.kind!r} is not known; allowed: threshold, typical")
         for name in ("single", "accumulated", "epsilon", "delta"):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise ValueError(f"{name} is {value!r}; allowed: in (0, 1]")
+            value = number(name, getattr(self, name))
+            check_value(name, value, 0 < value <= 1, "in (0, 1]")
 
     @property
     def exact(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from aquiline.commands.common import add_model_options, add_sampling_options, load_model, params_of, stats_record
@@ -35,22 +36,30 @@ def run(arguments: argparse.Namespace) -> int:
             line = input("> " if interactive else "").strip()
         except EOFError:
             break
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input cannot be read ({error}); give UTF-8 text") from error
         if not line:
             break
         try:
             _answer(session, line, params, arguments.json)
         except KeyboardInterrupt:
             print("\n[stopped]", file=sys.stderr)
+        except ValueError as error:
+            if not interactive:
+                raise
+            print(f"error: {error}", file=sys.stderr)  # the conversation so far is worth keeping
     return 0
 
 
 def _answer(session: ChatSession, line: str, params: SamplingParams, as_json: bool) -> None:
-    for event in session.stream(line, params):
-        if not as_json:
-            print(event.text, end="", flush=True)
-        elif event.output is not None:
-            output = event.output
-            record = {"prompt": line, "text": output.text, "finish_reason": output.finish_reason}
-            print(json.dumps(record | {"stats": stats_record(output.stats)}, ensure_ascii=False))
+    # Closed also if Ctrl-C comes between two events, so that the next turn finds the session free.
+    with closing(session.stream(line, params)) as events:
+        for event in events:
+            if not as_json:
+                print(event.text, end="", flush=True)
+            elif event.output is not None:
+                output = event.output
+                record = {"prompt": line, "text": output.text, "finish_reason": output.finish_reason}
+                print(json.dumps(record | {"stats": stats_record(output.stats)}, ensure_ascii=False))
     if not as_json:
         print()

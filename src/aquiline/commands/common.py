@@ -145,13 +145,16 @@ def set_threads(threads: int | None) -> None:
     """Applies --threads.
 
     Raises:
-        ValueError: if it is below 1.
+        ValueError: if it is below 1, or more than the machine has.
     """
+    import os
+
     import torch
 
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads is {threads}; allowed: ≥ 1")
+        cores = os.cpu_count() or 1
+        if not 1 <= threads <= cores:
+            raise ValueError(f"--threads is {threads}; allowed: 1 … {cores}, the cores of this machine (≥ 1)")
         torch.set_num_threads(threads)
 
 
@@ -206,25 +209,36 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
     Raises:
         ValueError: if there is none, or the file cannot be read; with the line.
     """
-    if words and file:
+    if words and file is not None:
         raise ValueError("prompts were given both as arguments and by --file; use one")
     if words:
+        for number, word in enumerate(words, 1):
+            if not word:
+                raise ValueError(f"prompt {number} is empty; give a text (for an unprompted one the model's BOS token)")
         return list(words)
     if file == "-":
-        return _some([line for line in sys.stdin.read().splitlines() if line.strip()], "standard input")
-    if file:
+        return _some([line for line in _standard_input().splitlines() if line.strip()], "standard input")
+    if file is not None:
         try:
-            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+            # Editors of some systems begin a file with a byte order mark, which is no part of the text.
+            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--file {file!r} cannot be read ({error}); give a UTF-8 text file") from error
         numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         if Path(file).suffix == ".jsonl":
             return _some([_json_prompt(file, number, line) for number, line in numbered], file)
         return _some([line for _, line in numbered], file)
-    text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    text = "" if sys.stdin.isatty() else _standard_input().strip()
     if not text:
         raise ValueError("no prompt; give it as an argument, with --file, or on standard input")
     return [text]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input cannot be read ({error}); give UTF-8 text") from error
 
 
 def _some(prompts: list[Any], place: str) -> list[Any]:

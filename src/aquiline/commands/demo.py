@@ -61,6 +61,11 @@ def _report(loaded: Loaded, outputs: dict[str, list[GenerationOutput]], as_json:
     speeds = {way: statistics.median(o.stats.tokens_per_second for o in runs) for way, runs in outputs.items()}
     first = {way: runs[0] for way, runs in outputs.items()}
     identical = all(o.token_ids == first["plain"].token_ids for runs in outputs.values() for o in runs)
+    if not all(speeds.values()):
+        raise ValueError(
+            f"the answer has {len(first['plain'].token_ids)} tokens, too few to time; give another prompt, or allow "
+            "more with --max-new-tokens"
+        )
     speedup = speeds["speculative"] / speeds["plain"]
     tau = first["speculative"].stats.mean_accept_length
     if as_json:

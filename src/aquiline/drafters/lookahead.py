@@ -26,6 +26,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.drafters.prompt_lookup import merge
+from aquiline.kinds import integer
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree
 
@@ -71,8 +72,7 @@ class Lookahead:
 
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7, *, from_text: bool = False) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            if value < least:
-                raise ValueError(f"lookahead: {name} is {value}; allowed: ≥ {least}")
+            integer(f"lookahead: {name}", value, least)
         self.window, self.ngram, self.guesses, self.from_text = window, ngram, guesses, from_text
 
     def new_state(self, rows: int, capacity: int) -> list[_Row]:

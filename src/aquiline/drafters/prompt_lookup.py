@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from aquiline import tree as trees
+from aquiline.kinds import integer
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree
 
@@ -39,9 +40,8 @@ class PromptLookup:
 
     def __init__(self, depth: int = 5, max_ngram: int = 4, min_ngram: int = 2, num_branches: int = 1) -> None:
         for name, value in (("depth", depth), ("min_ngram", min_ngram), ("num_branches", num_branches)):
-            if value < 1:
-                raise ValueError(f"prompt lookup: {name} is {value}; allowed: ≥ 1")
-        if max_ngram < min_ngram:
+            integer(f"prompt lookup: {name}", value, 1)
+        if integer("prompt lookup: max_ngram", max_ngram) < min_ngram:
             raise ValueError(f"prompt lookup: max_ngram {max_ngram} is below min_ngram {min_ngram}")
         self.depth, self.max_ngram, self.min_ngram, self.num_branches = depth, max_ngram, min_ngram, num_branches
 

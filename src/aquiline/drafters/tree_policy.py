@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aquiline.kinds import integer, number, several
+
 EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     *((i,) for i in range(4)),
     *((0, i) for i in range(3)),
@@ -34,6 +36,7 @@ class Chain:
     min_prob: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", integer("chain depth", self.depth))
         if self.depth < 1:
             raise ValueError(f"chain depth is {self.depth}; allowed: ≥ 1 (draft=None decodes without drafts)")
         _check_min_prob(self.min_prob)
@@ -50,7 +53,10 @@ class StaticTree:
     paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
 
     def __post_init__(self) -> None:
-        paths = [tuple(path) for path in self.paths]
+        paths = [
+            tuple(integer("tree path rank", rank) for rank in several("tree path", path, "a tuple of ranks"))
+            for path in several("tree paths", self.paths, "several tuples of ranks")
+        ]
         known = set(paths)
         if not paths or len(known) != len(paths):
             raise ValueError("a static tree needs at least one path and no path twice")
@@ -89,8 +95,7 @@ class DynamicTree:
 
     def __post_init__(self) -> None:
         for name, least in (("num_nodes", 2), ("depth", 1), ("top_k", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: ≥ {least}")
+            object.__setattr__(self, name, integer(name, getattr(self, name), least))
         _check_min_prob(self.min_prob)
         room = 1 + self.top_k + (self.depth - 1) * self.top_k**2
         if self.num_nodes > room:
@@ -104,7 +109,7 @@ TreePolicy = Chain | StaticTree | DynamicTree
 
 
 def _check_min_prob(value: float) -> None:
-    if not 0 <= value < 1:
+    if not 0 <= number("min_prob", value) < 1:
         raise ValueError(f"min_prob is {value}; allowed: in [0, 1)")
 
 
