@@ -56,7 +56,9 @@ class ChatSession:
         assert outputs[-1] is not None, "a stream that runs to its end ends with the output"
         return outputs[-1]
 
-    def stream(self, message: str, params: SamplingParams | None = None, **settings: Any) -> Generator[StreamEvent, None, None]:
+    def stream(
+        self, message: str, params: SamplingParams | None = None, **settings: Any
+    ) -> Generator[StreamEvent, None, None]:
         """Says `message` and yields the answer as it comes.
 
         Both become part of `messages` when the answer ends. An answer that is closed or
