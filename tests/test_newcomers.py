@@ -262,3 +262,17 @@ def test_doctor(run: Callable[..., Result]) -> None:
     assert result.code == 0 and "torch" in result.out and "packed path" in result.out
     facts = json.loads(run("doctor", "--json").out)
     assert facts["facts"]["torch"] == torch.__version__ and facts["advice"]
+
+
+def test_prepare_for_a_tokenizer_without_a_template(run: Callable[..., Result], base: Path) -> None:
+    pytest.importorskip("pyarrow")
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello you"}]}
+    (base / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 2)
+    words = ("prepare", "chats.jsonl", "--target", "bare", "--output", "set", "--validation", "0", "--quiet")
+    assert "prepare --chat-template FILE" in run(*words).error
+    assert "'missing.jinja' cannot be read" in run(*words, "--chat-template", "missing.jinja").error
+    end = "{{ eos_token }}\n"
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    (base / "plain.jinja").write_text(template)
+    result = run(*words, "--chat-template", "plain.jinja", "--json")
+    assert result.code == 0 and json.loads(result.out)["train"]["conversations"] == 2

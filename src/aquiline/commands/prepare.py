@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", nargs="+", help="ShareGPT JSON, messages JSONL(.gz), Parquet, Arrow, dataset names")
     parser.add_argument("--output", required=True, help="folder of the training set; a .jsonl file with --regenerate")
     parser.add_argument("--target", default="smollm2", help="whose tokenizer and template (default: smollm2)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the tokenizer's own")
     parser.add_argument("--max-length", type=int, default=1024, help="longest conversation in tokens (default: 1024)")
     parser.add_argument("--overlong", choices=("truncate", "drop"), default="truncate")
     parser.add_argument("--validation", type=float, default=0.02, help="share of prompts held out (default: 0.02)")
@@ -45,6 +47,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     if arguments.regenerate:
+        if arguments.chat_template:
+            raise ValueError("--chat-template has no effect with --regenerate, which asks the target; leave it out")
         return _regenerate(arguments)
     if arguments.endpoint:
         raise ValueError("--endpoint has no effect without --regenerate; add it or drop the endpoint")
@@ -60,11 +64,21 @@ def run(arguments: argparse.Namespace) -> int:
         validation_fraction=arguments.validation,
         strict=arguments.strict,
         limit=arguments.limit,
+        chat_template=_template(arguments.chat_template),
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
     )
     _print(report, arguments.json)
     return 0
+
+
+def _template(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {file!r} cannot be read ({error}); give a file with a template") from error
 
 
 def _print(report: Any, as_json: bool) -> None:

@@ -61,7 +61,8 @@ class ChatRenderer:
         if not template:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; allowed is one "
-                "with `chat_template` set; take the instruction-tuned model's tokenizer"
+                "with `chat_template` set; take the instruction-tuned model's tokenizer, or give a template "
+                "(`aquiline prepare --chat-template FILE`)"
             )
         self.template: str = template
         self._tokenizer = tokenizer
