@@ -26,7 +26,7 @@ class TrainSettings:
         data_weights: share of positions of each training set; empty: by their size.
         decay_weights: shares while the learning rate decays; empty: as `data_weights`.
         validation: training sets whose validation split is measured; empty: all of `data`.
-        init: head to start from; None makes a new one.
+        init: head to start from, in any dialect, or the name of a shipped one; None makes a new one.
         start: where a new head starts: at the "target" (its last layer and LM head, or a least-squares
             fit for EAGLE-1), or at "random" weights.
         features: folder that keeps the target's features; None computes them each time.

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.safeailab import read_head, write_head
+from aquiline.checkpoints.head_names import resolve_head
+from aquiline.checkpoints.heads import read_any_head
+from aquiline.checkpoints.safeailab import write_head
 from aquiline.checkpoints.targets import target_fingerprint
 from aquiline.drafters.eagle import DraftHead
 from aquiline.targets.decoder import Decoder
@@ -142,7 +144,7 @@ def _first_head(settings: TrainSettings, target: Target, sets: list[TrainingSet]
     if settings.init is None:
         head = new_head(settings, target, sets)
     else:
-        head = read_head(settings.init, target.shape)
+        head, _ = read_any_head(resolve_head(settings.init), target.shape)
         if head.config.kind != settings.kind:
             raise ValueError(
                 f"{settings.init} is an {head.config.kind} head, the run is for {settings.kind}; "
