@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -13,38 +15,73 @@ from aquiline import tree as trees
 from aquiline.drafters.drafter import CopyingDrafter, Drafter, ObservingDrafter
 from aquiline.tree import DraftTree
 
+SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
+"""Plain steps before drafting is tried again: the first time, and at most."""
 
-@dataclass
-class SpeedEstimate:
-    """Running means of what one kind of step costs and yields.
+FIRST_JUDGED, CHECK_PLAIN, TRIAL = 12, 64, 6
+"""Drafted steps before the first judgement (the next ones come after twice as many each), at most
+between two judgements, and of a trial after a pause."""
+
+_WINDOW = 64
+"""Drafted steps that the estimate of their yield remembers: texts change."""
+
+
+@dataclass(eq=False)
+class Payoff:
+    """What drafted steps yield, and what they cost beside plain ones, for one number of rows.
+
+    A machine's speed drifts by more than what is to be decided, so costs are compared only between
+    steps that followed each other: a run of drafted steps and the plain ones right before or after
+    it give one ratio, and the median of the last five counts.
 
     Attributes:
-        seconds: mean seconds of a step.
-        tokens: mean tokens that a step emits per row.
-        steps: steps seen.
+        tokens: mean tokens per row of a drafted step.
+        variance: of the same.
+        seen: drafted steps that these rest on, at most `_WINDOW`.
+        ratios: seconds of drafted steps over seconds of plain ones.
+        runs: mean seconds of the last run of drafted (True) and of plain (False) steps.
+        last: the kind of the last step.
+        warm: kinds of which a step was seen; the first of each pays for warming up.
     """
 
-    seconds: float = 0.0
     tokens: float = 1.0
-    steps: int = 0
+    variance: float = 0.0
+    seen: int = 0
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    runs: dict[bool, float] = field(default_factory=dict)
+    last: bool | None = None
+    warm: set[bool] = field(default_factory=set)
 
-    def update(self, seconds: float, tokens: float) -> None:
-        """Takes in one step; old ones fade with a half-life of about 22 steps."""
-        self.steps += 1
-        weight = max(1 / self.steps, 1 / 32)
-        # A step that was interrupted (another process, a slow consumer) says nothing about its cost.
-        seconds = min(seconds, 3 * self.seconds) if self.seconds else seconds
-        self.seconds += weight * (seconds - self.seconds)
-        self.tokens += weight * (tokens - self.tokens)
+    def record(self, drafted: bool, seconds: float, tokens: float) -> None:
+        """Takes in one step of `seconds` that emitted `tokens` per row."""
+        if drafted:
+            self.seen = min(self.seen + 1, _WINDOW)
+            difference = tokens - self.tokens
+            self.tokens += difference / self.seen
+            self.variance += (difference * (tokens - self.tokens) - self.variance) / self.seen
+        if drafted not in self.warm:
+            self.warm.add(drafted)
+            return
+        if drafted is self.last:
+            # A step that was interrupted (another process, a slow consumer) says nothing about its cost.
+            usual = self.runs[drafted]
+            self.runs[drafted] += (min(seconds, 3 * usual) - usual) / 4
+        else:
+            if len(self.runs) == 2:
+                self.ratios.append(self.runs[True] / self.runs[False])
+            self.runs[drafted] = seconds
+        self.last = drafted
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second and row."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def pays(self) -> bool:
+        """Whether drafting may still be the faster way: in doubt it is, and few steps leave doubt."""
+        if len(self.runs) < 2 or self.seen < 2:
+            return True
+        doubt = 0.5 * ((self.variance + 0.1) / self.seen) ** 0.5
+        return self.tokens + doubt >= median([*self.ratios, self.runs[True] / self.runs[False]])
 
-
-SHORTEST_PAUSE, LONGEST_PAUSE = 32, 512
-"""Plain steps before drafting is tried again: the first time, and at most."""
+    def doubt(self) -> None:
+        """Lets what comes next weigh more: after a pause the text is another."""
+        self.seen = min(self.seen, FIRST_JUDGED)
 
 
 @dataclass(eq=False)
@@ -52,18 +89,43 @@ class _Choice:
     """What is known and decided for one number of rows: what pays for one need not for another.
 
     Attributes:
-        plain: speed of plain steps.
-        drafted: speed of steps that drafted.
+        payoff: what was measured.
         drafting: whether steps draft now.
-        left: steps until the next decision; the first ones gather estimates.
+        left: steps of the present kind until the next decision.
+        patience: drafted steps between two judgements.
         pause: plain steps before the next trial of drafting.
+        checked: the last step was the plain one that a judgement needs.
     """
 
-    plain: SpeedEstimate = field(default_factory=SpeedEstimate)
-    drafted: SpeedEstimate = field(default_factory=SpeedEstimate)
+    payoff: Payoff = field(default_factory=Payoff)
     drafting: bool = True
-    left: int = 8
+    left: int = FIRST_JUDGED + 1
+    patience: int = FIRST_JUDGED
     pause: int = SHORTEST_PAUSE
+    checked: bool = False
+
+    def decide(self) -> bool:
+        """Whether the next step drafts."""
+        if False not in self.payoff.warm and self.left <= FIRST_JUDGED:
+            return False  # once, early: plain's first step pays for warming up, and is not measured
+        self.left -= 1
+        if self.left > 0:
+            return self.drafting
+        if not self.drafting:
+            self.drafting, self.left = True, TRIAL
+            self.payoff.doubt()
+            return True
+        if not self.checked:
+            self.checked, self.left = True, 1
+            return False
+        self.checked = False
+        if self.payoff.pays():
+            self.patience = min(2 * self.patience, CHECK_PLAIN)
+            self.left, self.pause = self.patience, SHORTEST_PAUSE
+        else:
+            self.drafting, self.left, self.patience = False, self.pause, TRIAL
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        return self.drafting
 
 
 @dataclass(eq=False)
@@ -86,9 +148,9 @@ class AdaptiveState:
 class Adaptive:
     """Watches what speculation costs and yields, and falls back towards plain decoding.
 
-    Steps are timed where they run. While drafting is the faster way, every 64th step is plain, to
-    know what plain costs; while plain is faster, drafting is tried again for a few steps after
-    32, 64, … 512 plain ones. The output cannot depend on these choices: verification is exact.
+    Steps are timed where they run. While drafting pays, every 64th step is plain, to know what plain
+    costs; while it does not, drafting is tried again for a few steps after 32, 64, … 256 plain ones.
+    The output cannot depend on these choices: verification is exact.
 
     Args:
         inner: the drafter. It takes in every committed position either way.
@@ -96,9 +158,6 @@ class Adaptive:
     Raises:
         ValueError: for a drafter that must see every step.
     """
-
-    PROBE = 4
-    CHECK_PLAIN = 64
 
     def __init__(self, inner: Drafter) -> None:
         if isinstance(inner, ObservingDrafter):
@@ -125,9 +184,8 @@ class Adaptive:
         self.inner.extend(tokens, features, num_new, prefixes, rows, state.inner)
         if state.began is not None:
             emitted = sum(num_new) / max(len(num_new), 1)
-            choice = self._choice(state.batch)
-            estimate = choice.drafted if state.speculated else choice.plain
-            estimate.update(time.perf_counter() - state.began, emitted)
+            seconds = time.perf_counter() - state.began
+            self._choice(state.batch).payoff.record(state.speculated, seconds, emitted)
             state.began = None
 
     def propose(
@@ -139,7 +197,7 @@ class Adaptive:
         max_depth: int | None = None,
     ) -> DraftTree:
         """See `Drafter.propose`; a root-only tree while speculation does not pay."""
-        state.speculated, state.batch, state.began = self._decide(len(rows)), len(rows), time.perf_counter()
+        state.speculated, state.batch, state.began = self._choice(len(rows)).decide(), len(rows), time.perf_counter()
         if not state.speculated:
             return trees.root_only(root)
         return self.inner.propose(root, prefixes, rows, state.inner, max_depth)
@@ -156,23 +214,3 @@ class Adaptive:
 
     def _choice(self, batch: int) -> _Choice:
         return self._choices.setdefault(batch, _Choice())
-
-    def _decide(self, batch: int) -> bool:
-        """Whether the next step drafts."""
-        choice = self._choice(batch)
-        plain, drafted = choice.plain, choice.drafted
-        if plain.steps < 2:
-            # The first steps of a batch size also pay for warming up: two plain ones, then drafts.
-            return drafted.steps < 2
-        choice.left -= 1
-        if choice.left > 0:
-            return choice.drafting
-        if choice.drafting and drafted.steps >= 2 and drafted.rate < plain.rate:
-            choice.drafting, choice.left = False, choice.pause
-            choice.pause = min(2 * choice.pause, LONGEST_PAUSE)
-        elif choice.drafting:
-            choice.pause, choice.left = SHORTEST_PAUSE, self.CHECK_PLAIN
-            return False
-        else:
-            choice.drafting, choice.left = True, self.PROBE
-        return choice.drafting
