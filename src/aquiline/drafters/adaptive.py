@@ -18,7 +18,7 @@ from aquiline.tree import DraftTree
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
 """Plain steps before drafting is tried again: the first time, and at most."""
 
-FIRST_JUDGED, CHECK_PLAIN, TRIAL = 12, 64, 6
+FIRST_JUDGED, CHECK_PLAIN, TRIAL = 8, 64, 4
 """Drafted steps before the first judgement (the next ones come after twice as many each), at most
 between two judgements, and of a trial after a pause."""
 
@@ -77,7 +77,7 @@ class Payoff:
         if len(self.runs) < 2 or self.seen < 2:
             return True
         doubt = 0.5 * ((self.variance + 0.1) / self.seen) ** 0.5
-        return self.tokens + doubt >= median([*self.ratios, self.runs[True] / self.runs[False]])
+        return bool(self.tokens + doubt >= median([*self.ratios, self.runs[True] / self.runs[False]]))
 
     def doubt(self) -> None:
         """Lets what comes next weigh more: after a pause the text is another."""
