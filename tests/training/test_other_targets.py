@@ -18,7 +18,7 @@ from aquiline.targets.hf import HFTarget
 from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import compute_features
 from aquiline.training.settings import TrainSettings
-from aquiline.training.target_parts import draft_layer, embedding_table, final_norm_weight, read_out_rows
+from aquiline.training.target_parts import draft_layer, embedding_table, read_out_rows
 from aquiline.training.trainer import train
 from tests.targets import hf_models
 
@@ -49,15 +49,6 @@ def test_the_parts_are_the_targets(family: str) -> None:
 def test_a_soft_cap_is_refused() -> None:
     with pytest.raises(ValueError, match="no linear function of its last feature"):
         read_out_rows(HFTarget(hf_models.build("gemma2")), None)
-
-
-def test_the_last_norm_is_read_as_it_multiplies() -> None:
-    """Gemma stores w and multiplies by 1 + w."""
-    target = HFTarget(hf_models.build("gemma3"))
-    weight = final_norm_weight(target)
-    assert weight is not None
-    torch.testing.assert_close(weight, 1 + target.model.model.norm.weight.detach(), rtol=1e-4, atol=1e-4)
-    assert final_norm_weight(HFTarget(hf_models.build("gpt2"))) is None
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from aquiline.targets.layers import decoder_layers
 from aquiline.targets.target import Feature, Target, eagle3_layers
 from aquiline.training.dataset import TrainingSet
 from aquiline.training.settings import TrainSettings
-from aquiline.training.target_parts import draft_layer, final_norm_weight, read_out_rows
+from aquiline.training.target_parts import draft_layer, read_out_rows
 
 
 def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet]) -> DraftHead:
@@ -28,8 +28,9 @@ def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet
 
     EAGLE-3: the decoder layer gets the weights of the target's last layer (q, k and v on the
     feature half of their input), the LM head the target's rows, and the fusing linear passes
-    the last feature through; of a target that only transformers computes, the layer begins at zero
-    instead. EAGLE-1: it begins as the identity on the feature; its layer has no
+    the last feature through. Where only transformers computes the target, the layer begins at zero,
+    and each feature is normed first: what a layer of ours adds to Gemma's stream, whose entries reach
+    a hundred thousand, would otherwise drown in it. EAGLE-1: it begins as the identity on the feature; its layer has no
     first norm, and the target's weights behind normed features give a loss in the thousands
     (`fit_fusion` then finds a better beginning from data).
 
@@ -55,6 +56,7 @@ def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet
         features=layers,
         max_positions=shape.max_positions,
         inputs=settings.inputs,
+        fc_norm=eagle3 and not isinstance(target, Decoder),
     )
     torch.manual_seed(settings.seed)
     network = build_network(config)
@@ -73,9 +75,6 @@ def _start_eagle3(network: Eagle3Network, target: Target, vocabulary: Tensor | N
     network.fc.weight.mul_(0.1)
     network.fc.weight[:, -hidden:] += torch.eye(hidden)
     network.lm_head.weight.copy_(read_out_rows(target, vocabulary))
-    scale = final_norm_weight(target)
-    if scale is not None:
-        network.norm.weight.copy_(scale)
     layer = network.midlayer
     if not isinstance(target, Decoder):
         layer.self_attn.o_proj.weight.zero_()
@@ -88,6 +87,7 @@ def _start_eagle3(network: Eagle3Network, target: Target, vocabulary: Tensor | N
         weight[:, :hidden].mul_(0.1)
         weight[:, hidden:] = getattr(last.self_attn, name).weight
     layer.mlp.load_state_dict(last.mlp.state_dict())
+    network.norm.load_state_dict(target.norm.state_dict())
     layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
     layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
 

@@ -82,23 +82,6 @@ def draft_layer(target: Target) -> LayerConfig:
     )
 
 
-def final_norm_weight(target: Target) -> Tensor | None:
-    """(H,) what the target's last RMSNorm multiplies by; None where it has no such norm.
-
-    An RMSNorm of ones is its weight, whether a model stores that as w or as 1 + w (Gemma).
-    """
-    if isinstance(target, Decoder):
-        return target.norm.weight.detach()
-    base = getattr(getattr(target, "model", None), "base_model", None)
-    norm = getattr(base, "norm", None)
-    if not isinstance(norm, torch.nn.Module):
-        return None
-    ones = torch.ones(target.shape.hidden_size, dtype=target.dtype, device=target.device)
-    with torch.no_grad():
-        weight: Tensor = norm(ones)
-    return weight if weight.shape == ones.shape and bool((weight.abs() > 1e-3).any()) else None
-
-
 def _theta(config: Any) -> float:
     """Base of the rotary frequencies of the layers that see everything."""
     rope = getattr(config, "rope_parameters", None) or {}
