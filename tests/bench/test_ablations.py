@@ -19,6 +19,8 @@ from aquiline.training.settings import TrainSettings
 from tests import tiny
 from tests.tiny_tokenizers import byte_level
 
+VALIDATED = {"alpha": [0.5, 0.25], "tau_chain5": 1.625, "tau_tree": 1.75, "calibration_error": 0.1}
+
 
 class Trainer:
     """Writes random heads, and remembers what it was asked for."""
@@ -30,7 +32,7 @@ class Trainer:
         self.asked.append((output.name, dict(fields)))
         head = tiny.head(fields["kind"], seed=fields["seed"], dtype=torch.float32)
         write_head(output / "head", head, torch.float32)
-        lines = [{"step": 1, "loss": 2.0}, {"validation": "folder/set", "alpha": [0.5, 0.25]}]
+        lines = [{"step": 1, "loss": 2.0}, {"validation": "folder/set", **VALIDATED}]
         (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -69,7 +71,7 @@ def test_heads_are_trained_once_measured_and_compared(tmp_path: Path, bed: Bed) 
         "features": "kept", "keep_layers": (2, 3, 4),
     }  # fmt: skip
     TrainSettings(target="t", output="o", **trainer.asked[0][1])
-    assert results["runs"]["eagle"][0]["validation"] == {"set": [0.5, 0.25]}
+    assert results["runs"]["eagle"][0]["validation"]["set"]["alpha"] == [0.5, 0.25]
     assert {c["name"] for c in results["comparisons"]} == {
         "tree-chain", "dynamic-static", "eagle3-eagle2", "eagle3-eagle1-chain",
     }  # fmt: skip
@@ -88,6 +90,17 @@ def test_heads_are_trained_once_measured_and_compared(tmp_path: Path, bed: Bed) 
     second = run_ablations(settings(tmp_path), again, bed, quiet=True)
     assert again.asked == []
     assert second.results["comparisons"] == json.loads(json.dumps(report.results["comparisons"]))
+
+
+def test_without_questions_the_held_out_conversations_decide(tmp_path: Path, bed: Bed) -> None:
+    results = run_ablations(settings(tmp_path, per_task=0), Trainer(), bed, quiet=True).results
+    found = {c["name"]: c for c in results["comparisons"]}
+    assert found.keys() == {"tree-chain", "eagle3-eagle1-chain"}  # no dynamic trees without the engine
+    assert found["tree-chain"]["better"]["tau"] == [1.75, 1.75] and found["tree-chain"]["separated"]
+    assert found["eagle3-eagle1-chain"]["worse"]["alpha"] == [[0.5, 0.25]] * 2
+    assert results["positions"] is None
+    with pytest.raises(ValueError, match="per_task is -1"):
+        settings(tmp_path, per_task=-1)
 
 
 def test_a_comparison_worked_out_by_hand() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aquiline.bench.environment import environment
-from aquiline.bench.findings import COMPARISONS, HEADS, HeadSpec, compare, render_findings
+from aquiline.bench.findings import COMPARISONS, HEADS, HeadSpec, comparable, compare, render_findings
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, make_method, parse_method
 from aquiline.bench.positions import position_profile
@@ -44,7 +44,8 @@ class AblationSettings:
         features: folder that keeps the target's features for all trainings; None computes them each time.
         questions: folders or files of questions; empty: the embedded set.
         tasks: tasks to measure on.
-        per_task: questions of each.
+        per_task: questions of each; 0 measures on the training sets' held-out conversations alone,
+            teacher-forced as the trainer does it: no speeds, and no dynamic trees.
         max_new_tokens: budget of an answer.
         batch_sizes: for the speedup by batch size.
         heads: names of the heads to train and measure; empty: all of `findings.HEADS`.
@@ -78,6 +79,8 @@ class AblationSettings:
                 raise ValueError(f"unknown head {name!r}; there are: {', '.join(known)}")
         if not self.seeds:
             raise ValueError("seeds are empty; allowed: at least one integer")
+        if self.per_task < 0:
+            raise ValueError(f"per_task is {self.per_task}; allowed: ≥ 1, or 0 for held-out conversations alone")
         if self.positions < 1:
             raise ValueError(f"positions is {self.positions}; it must be at least 1")
         if not self.data:
@@ -133,8 +136,8 @@ def run_ablations(
         "environment": environment(bed),
         "heads": {spec.name: dict(spec.training(bed.target.shape.num_layers)) for spec in specs},
         "runs": runs,
-        "comparisons": [compare(c, runs) for c in COMPARISONS if c.better[0] in runs and c.worse[0] in runs],
-        "positions": _positions(settings, folder, bed) if "eagle" in runs else None,
+        "comparisons": [compare(c, runs) for c in COMPARISONS if comparable(c, runs)],
+        "positions": _positions(settings, folder, bed) if "eagle" in runs and settings.per_task else None,
     }
     markdown = render_findings(results)
     _write(folder / "ablations.json", json.dumps(results, ensure_ascii=False, indent=1))
@@ -176,18 +179,34 @@ def _kept(settings: AblationSettings, spec: HeadSpec, num_layers: int) -> dict[s
     return {"features": settings.features, "keep_layers": eagle3_layers(num_layers) if num_layers >= 7 else ()}
 
 
-def _validated(output: Path) -> dict[str, list[float]]:
-    """n-α on each validation split when the training ended, teacher-forced: what its metrics say."""
+def _validated(output: Path) -> dict[str, dict[str, Any]]:
+    """What the trainer measured on each validation split at its end, teacher-forced."""
     file = output / "metrics.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     records = [json.loads(line) for line in lines]
-    return {Path(r["validation"]).name: r["alpha"] for r in records if "validation" in r}
+    return {Path(r["validation"]).name: r for r in records if "validation" in r}
+
+
+def _held_out_cells(spec: HeadSpec, validation: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Cells of the chain and of the fixed tree from the trainer's last validation, the first set's."""
+    cells = []
+    for method in spec.methods:
+        field = {"chain": "tau_chain5", "static": "tau_tree"}.get(method.partition(":")[2])
+        for record in list(validation.values())[:1] if field else ():
+            cell = {"method": method, "task": "held-out", "batch": 1, "tau": {"value": record[field]}}
+            if field == "tau_chain5":
+                cell |= {"alpha": record["alpha"], "ece": record["calibration_error"]}
+            cells.append(cell)
+    return cells
 
 
 def _measured(
     settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path, bed: Bed, head: Path, quiet: bool
 ) -> dict[str, Any]:
     """τ, n-α and the rest of the head's methods, as cells over all tasks."""
+    validation = _validated(_head_folder(folder, spec.name, seed))
+    if not settings.per_task:
+        return {"seed": seed, "cells": _held_out_cells(spec, validation), "agreement": [], "validation": validation}
     first = seed == settings.seeds[0]
     chosen = BenchSettings(
         target=settings.target,
@@ -211,7 +230,7 @@ def _measured(
         "seed": seed,
         "cells": cells,
         "agreement": results["agreement"],
-        "validation": _validated(_head_folder(folder, spec.name, seed)),
+        "validation": validation,
     }
 
 

@@ -157,6 +157,15 @@ COMPARISONS = (
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
+def comparable(comparison: Comparison, runs: Runs) -> bool:
+    """Whether both sides of a finding were measured."""
+    return all(head in runs and _values(runs, head, method)["tau"] for head, method in _sides(comparison))
+
+
+def _sides(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]]:
+    return comparison.better, comparison.worse
+
+
 def compare(comparison: Comparison, runs: Runs) -> dict[str, Any]:
     """τ and n-α of both sides over all seeds, and whether the paper's order holds.
 
@@ -164,7 +173,7 @@ def compare(comparison: Comparison, runs: Runs) -> dict[str, Any]:
         ``holds``: the means are in the paper's order; ``separated``: every seed of the better
         side lies above every seed of the other.
     """
-    better, worse = (_values(runs, *side) for side in (comparison.better, comparison.worse))
+    better, worse = (_values(runs, *side) for side in _sides(comparison))
     return {
         "name": comparison.name,
         "claim": comparison.claim,
@@ -181,7 +190,7 @@ def _values(runs: Runs, head: str, method: str) -> dict[str, list[Any]]:
     return {
         "tau": [cell["tau"]["value"] for cell in cells],
         "alpha": [cell["alpha"] for cell in cells if "alpha" in cell],
-        "speedup": [cell["speedup_vs_plain"]["median"] for cell in cells],
+        "speedup": [cell["speedup_vs_plain"]["median"] for cell in cells if "speedup_vs_plain" in cell],
         "ece": [cell["ece"] for cell in cells if "ece" in cell],
     }
 
@@ -232,7 +241,7 @@ def _validation_lines(runs: Runs) -> list[str]:
     lines: list[str] = []
     for head, seeds in runs.items():
         for name in dict.fromkeys(name for run in seeds for name in run.get("validation", {})):
-            alphas = [run["validation"][name][:5] for run in seeds if name in run["validation"]]
+            alphas = [run["validation"][name]["alpha"][:5] for run in seeds if name in run["validation"]]
             means = " | ".join(f"{_mean(column):.3f}" for column in zip(*alphas, strict=True))
             spread = f"{min(a[0] for a in alphas):.3f}–{max(a[0] for a in alphas):.3f}"
             lines.append(f"| {head} | {name} | {means} | {spread} |")

@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", action="append", metavar="KIND=FOLDER", help="head that does not ship (repeatable)")
     parser.add_argument("--questions", nargs="+", metavar="PATH", help="files or folders (default: the embedded set)")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="these alone")
-    parser.add_argument("--per-task", type=int, help="questions of each task")
+    parser.add_argument("--per-task", type=int, help="questions of each task (ablations: 0 for held-out data alone)")
     parser.add_argument("--max-new-tokens", type=int, help="budget of an answer")
     parser.add_argument("--temperatures", nargs="+", type=float, help="each is a run of its own (default: 0)")
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="rows decoded together")
