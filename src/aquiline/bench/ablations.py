@@ -192,7 +192,9 @@ def _held_out_cells(spec: HeadSpec, validation: Mapping[str, Mapping[str, Any]])
     cells = []
     for method in spec.methods:
         field = {"chain": "tau_chain5", "static": "tau_tree"}.get(method.partition(":")[2])
-        for record in list(validation.values())[:1] if field else ():
+        if field is None:
+            continue
+        for record in list(validation.values())[:1]:
             cell = {"method": method, "task": "held-out", "batch": 1, "tau": {"value": record[field]}}
             if field == "tau_chain5":
                 cell |= {"alpha": record["alpha"], "ece": record["calibration_error"]}
