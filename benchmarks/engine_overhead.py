@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from forward_cost import bandwidth, bare_loop, prompt
+from forward_cost import bandwidth, bare_loop, cpu_name, prompt
 
 import aquiline
 from aquiline.drafters.tree_policy import Chain
@@ -54,7 +53,7 @@ def main() -> None:
         },
         "milliseconds": {name: {"median": medians[name], "all": values} for name, values in times.items()},
         "environment": {
-            "cpu": platform.processor(),
+            "cpu": cpu_name(),
             "threads": options.threads,
             "dtype": options.dtype,
             "chain": options.depth,

@@ -228,13 +228,8 @@ def bare_loop(target: Target, tokens: Tensor, new_tokens: int) -> list[int]:
 def environment(options: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0] if names else cpu
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "threads": options.threads,
         "context": options.context,
         "dtype": options.dtype,
@@ -245,6 +240,13 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "note": options.note,
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def bandwidth() -> float:
