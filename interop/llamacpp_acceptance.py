@@ -2,7 +2,8 @@
 
     python interop/llamacpp_acceptance.py HEAD --llamacpp SOURCE --build BUILD [--k 4] [--limit 128]
 
-The target becomes a float32 GGUF file by llama.cpp's own converter; the head by our export.
+The target becomes a float32 GGUF file by llama.cpp's own converter; the head by our export. LLAMACPP_PACKAGES
+names a folder with what the converter imports and this environment lacks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from aquiline.checkpoints.targets import resolve_target
 
 def convert_target(source: Path, folder: Path, output: Path) -> None:
     """Writes the target as float32 GGUF with llama.cpp's converter."""
-    environment = {**os.environ, "PYTHONPATH": str(source / "gguf-py")}
+    packages = [str(source / "gguf-py"), os.environ.get("LLAMACPP_PACKAGES", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, packages))}
     command = [sys.executable, "convert_hf_to_gguf.py", str(folder), "--outtype", "f32", "--outfile", str(output)]
     done = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:

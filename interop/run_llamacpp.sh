@@ -21,4 +21,9 @@ if [ ! -x "$build/bin/llama-speculative-simple" ] || [ ! -x "$build/bin/llama-si
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
     cmake --build "$build" -j "$(nproc)" --target llama-speculative-simple llama-simple
 fi
+# llama.cpp's converter of targets imports it before it knows whether it will need it.
+if [ ! -d "$home/packages/sentencepiece" ]; then
+    "$python" -m pip install --quiet --no-deps --target "$home/packages" sentencepiece
+fi
+export LLAMACPP_PACKAGES="$home/packages"
 exec "$python" "$here/llamacpp_acceptance.py" --llamacpp "$source" --build "$build" --version "$version" "$@"
