@@ -21,7 +21,7 @@ ALL_METHODS = (
     "eagle3:dynamic",
     "eagle3+lookup",
 )
-QUICK_METHODS = ("plain", "hf", "auto", "prompt-lookup", "eagle2", "eagle3:chain", "eagle3:dynamic")
+QUICK_METHODS = ("plain", "hf", "auto", "prompt-lookup", "medusa", "eagle3:chain", "eagle3:dynamic")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class BenchSettings:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "quick": {"try_methods": QUICK_METHODS, "per_task": 3, "max_new_tokens": 64, "batch_sizes": (1, 4)},
+    "quick": {"try_methods": QUICK_METHODS, "per_task": 2, "max_new_tokens": 48, "batch_sizes": (1, 4)},
     "standard": {"batch_sizes": (1, 2, 4, 8)},
     "full": {
         "per_task": None,

@@ -40,7 +40,8 @@ class HeadsSettings:
         batch_positions: positions of an optimiser step.
         micro_positions: positions that go through the network together.
         lr: AdamW's learning rate.
-        muon_lr: Muon's learning rate for matrices; 0 uses AdamW alone.
+        muon_lr: Muon's learning rate for matrices; 0 uses AdamW alone. None: 0.02, or 0.002 for heads
+            that begin as a regression, which larger steps undo before they improve it.
         weight_decay: AdamW's.
         clip: bound on the gradient's norm.
         total_positions: length of the run, decay included.
@@ -73,7 +74,7 @@ class HeadsSettings:
     batch_positions: int = 2048
     micro_positions: int = 512
     lr: float = 1e-3
-    muon_lr: float = 0.02
+    muon_lr: float | None = None
     weight_decay: float = 0.0
     clip: float = 0.5
     total_positions: int = 400_000
@@ -104,6 +105,13 @@ class HeadsSettings:
             raise ValueError(f"max_length is {self.max_length}; it must be at least 3")
         if not 0 <= self.decay_share <= 1:
             raise ValueError(f"decay_share is {self.decay_share}; allowed: 0 … 1")
+
+    @property
+    def matrix_rate(self) -> float:
+        """Muon's learning rate."""
+        if self.muon_lr is not None:
+            return self.muon_lr
+        return 0.002 if self.kind != "small-model" and self.regress_positions else 0.02
 
     def vocabulary_size(self, whole: int) -> int:
         """Ids that the loss is computed over, of a target of `whole` tokens."""

@@ -74,6 +74,7 @@ def train_heads(settings: HeadsSettings, *, resume: bool = False) -> TrainReport
         _restore(run, output / "checkpoint.pt")
     elif isinstance(run.student, HeadsStudent) and settings.regress_positions:
         _regress(run, run.student)
+        _save(run)  # a killed run need not solve it again
     try:
         with stop_signals(partial(setattr, run, "stopped")), ThreadPoolExecutor(len(run.replicas)) as pool:
             _loop(run, pool)
@@ -118,7 +119,7 @@ def _start(settings: HeadsSettings) -> _Run:
         rows = rows[vocabulary].contiguous()
     student = new_student(settings, target, rows)
     named = list(student.network.named_parameters())
-    optimisers = make_optimisers(named, settings.lr, settings.muon_lr, settings.weight_decay)
+    optimisers = make_optimisers(named, settings.lr, settings.matrix_rate, settings.weight_decay)
     fingerprint = target_fingerprint(Path(settings.target))
     store = None
     if settings.features:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aquiline.training.card import write_card
-from aquiline.training.dataset import TrainingSet, open_training_set
+from aquiline.training.dataset import open_training_set
+from aquiline.training.running import append_metrics, stop_signals, validation_texts
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import Run, keep_freed_memory, restore, save, start_run
 from aquiline.training.step import StepReport, TrainingDiverged, fit_start, optimiser_step, rate
 from aquiline.training.validation import Acceptance, measure_acceptance
 
 __all__ = ["TrainReport", "TrainingDiverged", "train"]
-
-_VALIDATION_POSITIONS = 15_000
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ def train(settings: TrainSettings, *, resume: bool = False) -> TrainReport:
         share = fit_start(run)
         print(f"the fusing linear explains {share:.0%} of the next feature's variance", flush=True)
     try:
-        with _signals(run):
+        with stop_signals(partial(setattr, run, "stopped")):
             acceptance = _loop(run)
     finally:
         run.pool.shutdown()
@@ -146,7 +141,7 @@ def _validate(run: Run) -> dict[str, Acceptance]:
     for path in run.settings.validation or run.settings.data:
         began = time.monotonic()
         data = open_training_set(path, split="validation")
-        conversations = _some(data, run.settings.max_length, run.target.device)
+        conversations = validation_texts(data, run.settings.max_length, run.target.device)
         steps = max(5, run.settings.ttt_steps + 1)
         measured = measure_acceptance(run.target, run.head, conversations, steps)
         result[path] = measured
@@ -170,39 +165,10 @@ def _validate(run: Run) -> dict[str, Acceptance]:
     return result
 
 
-def _some(data: TrainingSet, max_length: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    total = 0
-    for row in data:
-        tokens = torch.from_numpy(row.input_ids[:max_length]).long().to(device)
-        total += len(tokens)
-        if total > _VALIDATION_POSITIONS:
-            return
-        yield tokens, torch.from_numpy(row.loss_mask[:max_length]).to(device)
-
-
-@contextmanager
-def _signals(run: Run) -> Iterator[None]:
-    """SIGTERM and SIGINT end the loop, with a checkpoint, after the present step."""
-
-    def stop(number: int, frame: object) -> None:
-        run.stopped = signal.Signals(number).name
-
-    try:
-        previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        previous = {}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _log(run: Run, record: dict[str, Any], line: str) -> None:
     if not run.main:
         return
-    with (Path(run.settings.output) / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({k: _rounded(v) for k, v in record.items()}) + "\n")
+    append_metrics(run.settings.output, record)
     print(line, flush=True)
     if run.settings.tensorboard:
         _to_tensorboard(run, record)
@@ -218,11 +184,3 @@ def _to_tensorboard(run: Run, record: dict[str, Any]) -> None:
                 if isinstance(number, int | float):
                     tag = f"{prefix}{name}/{i}" if isinstance(value, list) else f"{prefix}{name}"
                     writer.add_scalar(tag, number, run.seen)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_rounded(v) for v in value]
-    return value
