@@ -103,24 +103,28 @@ def main() -> None:
             server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
         try:
             seconds = wait_until_healthy(url, server, log, args.seconds)
-            print(f"the server is up after {seconds:.0f} s\nit says: {completion(url, model, prompts[0])!r}")
+            print(
+                f"the server is up after {seconds:.0f} s\nit says: {completion(url, model, prompts[0])!r}", flush=True
+            )
             answers, report = regenerate(url, model, prompts, args.max_new_tokens, scratch)
             counts = draft_counts(url)
         finally:
             server.terminate()
             server.wait(60)
+    print(report, f"chains and accepted drafts of the server: {counts}", sep="\n", flush=True)
+    settings = {"draft": args.draft, "records": len(prompts), "max_new_tokens": args.max_new_tokens}
+    settings |= {**counts, "report": report.strip()}
+    if args.json:
+        write_summary(args.json, settings)
     folder = resolve_target("smollm2", print)
     ids, end = encode_prompts(folder, prompts)
     plain = our_chain(load_target(folder), None, ids, end, 0, args.max_new_tokens)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in plain["outputs"]]
     same = sum(a.strip() == b.strip() for a, b in zip(answers, expected, strict=True))
-    print(report, f"chains and accepted drafts of the server: {counts}", sep="\n")
     print(f"Regenerated answers and our own plain decoding: {same} of {len(prompts)} equal.")
     if args.json:
-        settings = {"draft": args.draft, "records": len(prompts), "max_new_tokens": args.max_new_tokens}
-        outcome = {"report": report.strip(), "answers_equal_to_our_plain_decoding": same}
-        write_summary(args.json, {**settings, **counts, **outcome})
+        write_summary(args.json, {**settings, "answers_equal_to_our_plain_decoding": same})
 
 
 if __name__ == "__main__":
