@@ -75,7 +75,8 @@ def our_chain(
         k: drafts a step.
         limit: tokens a prompt.
         like_llamacpp: the first chain starts at the last prompt token, not behind the first new
-            one, and no chain is longer than what the budget leaves.
+            one; a chain is no longer than what the budget leaves, but whole again where it leaves
+            nothing; and decoding ends behind the budget, not at it.
 
     Returns:
         outputs: token ids of each prompt, cut behind the first end token and at `limit`.
@@ -98,13 +99,14 @@ def our_chain(
             request.chooser, emitted = chooser, []
         else:
             emitted = prefill(target, drafter, state, 0, request).tokens
-        while len(emitted) < limit and not set(emitted) & set(end):
-            depth = min(k, limit - len(emitted) - 1) if like_llamacpp else None
-            if depth == 0:
-                break
+        last = limit + 1 if like_llamacpp else limit
+        while len(emitted) < last and not set(emitted) & set(end):
+            depth = None
+            if like_llamacpp and limit - len(emitted) > 1:
+                depth = min(k, limit - len(emitted) - 1)
             emitted = emitted + step(target, drafter, state, [0], max_depth=depth)[0].tokens
         free(drafter, state, 0)
-        outputs.append(cut(emitted, end, limit))
+        outputs.append(cut(emitted, end, last))
         if drafter is not None:
             drafts += request.stats.steps
             for i, count in enumerate(request.stats.accepted_at):
