@@ -83,7 +83,7 @@ class BenchSettings:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {"try_methods": QUICK_METHODS, "per_task": 2, "max_new_tokens": 48, "batch_sizes": (1, 4)},
-    "standard": {"batch_sizes": (1, 2, 4, 8)},
+    "standard": {"batch_sizes": (1, 4)},
     "full": {
         "per_task": None,
         "max_new_tokens": 256,
