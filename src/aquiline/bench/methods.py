@@ -167,7 +167,8 @@ def make_method(spec: MethodSpec, bed: Bed) -> Method:
     head = find_head(spec.name, bed)
     drafter = _with_head(spec, bed, head)
     policy = getattr(drafter, "policy", None)
-    return Method(spec.label, drafter, _described(drafter), str(head), isinstance(policy, Chain))
+    shown = head.name if head.parent == SHIPPED else str(head)
+    return Method(spec.label, drafter, _described(drafter), shown, isinstance(policy, Chain))
 
 
 def find_head(method: str, bed: Bed) -> Path:
