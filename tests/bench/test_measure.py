@@ -1,6 +1,7 @@
 """Counters, latencies and calibration of generations whose acceptance is known."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,3 +153,23 @@ def test_a_wrong_token_is_found_and_judged(bed: Bed) -> None:
     cut = Record(**{**vars(plain), "outputs": [plain.outputs[0][:7]]})
     [short] = find_divergences(bed.target, cut, plain, case(12).prompts)
     assert short["position"] == 7 and short["method_token"] == -1 and not short["near_tie"]
+
+
+@pytest.mark.parametrize(("dtype", "tie"), [("bfloat16", True), ("float32", False)])
+def test_neighbouring_numbers_of_16_bits_are_a_near_tie(
+    bed: Bed, dtype: str, tie: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all forwards have the same bits, the branches of a tree may still round to the next number."""
+    import torch
+
+    plain = measure(bed, PLAIN, case(4))
+    right = plain.outputs[0][2]
+    logits = torch.zeros(50)
+    logits[right], logits[(right + 1) % 50], logits[(right + 2) % 50] = 16.125, 16.0, 15.0
+    monkeypatch.setattr("aquiline.bench.agreement._last_logits", lambda target, pieces: logits)
+    target = SimpleNamespace(dtype=getattr(torch, dtype))
+    for step, expected in ((1, tie), (2, False)):
+        outputs = [[*plain.outputs[0][:2], (right + step) % 50, *plain.outputs[0][3:]]]
+        wrong = Record(**{**vars(plain), "method": "tree", "outputs": outputs})
+        [found] = find_divergences(target, wrong, plain, case(4).prompts)  # type: ignore[arg-type]
+        assert found["near_tie"] is expected

@@ -39,7 +39,9 @@ class Divergence:
         gap: distance of the two tokens' logits in forwards of one token, as plain decoding makes
             them; None if one of the outputs had ended.
         noise: largest difference over the vocabulary between those logits and the ones that one
-            forward over the whole text gives: what the kernels' rounding amounts to here.
+            forward over the whole text gives: what the kernels' rounding amounts to here. Of 16-bit
+            logits at least the distance of neighbouring numbers: on the packed path, both forwards
+            have the same bits, and the branches of a tree, which sum in another order, have not.
         near_tie: gap ≤ 2 · noise, so that rounding alone can exchange the two.
     """
 
@@ -89,7 +91,10 @@ def _margin(
     noise = float((single - whole).abs().max())
     if min(tokens) < 0:
         return None, noise
-    return abs(float(single[tokens[0]] - single[tokens[1]])), noise
+    pair = single[list(tokens)]
+    if target.dtype.itemsize == 2:
+        noise = max(noise, torch.finfo(target.dtype).eps * float(pair.abs().max()))
+    return abs(float(pair[0] - pair[1])), noise
 
 
 def _last_logits(target: Target, pieces: Sequence[Sequence[int]]) -> Tensor:
