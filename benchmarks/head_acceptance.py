@@ -1,0 +1,48 @@
+"""Acceptance of heads on the target's own greedy answers to questions, as docs/heads.md tables it.
+
+    python benchmarks/head_acceptance.py ../shared/data/eval/mt_bench.jsonl smollm2-eagle3 smollm2-eagle
+
+First turns only, teacher-forced chains and the fixed tree, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+import aquiline
+from aquiline.checkpoints.head_names import resolve_head
+from aquiline.checkpoints.heads import read_any_head
+from aquiline.generate import encode_prompt
+from aquiline.targets.loading import load_target
+from aquiline.training.validation import measure_acceptance
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("heads", nargs="+")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    options = parser.parse_args()
+    plain = aquiline.load("smollm2", draft=None, dtype="bfloat16", max_rows=16)
+    turns = [json.loads(line)["turns"][0] for line in options.questions.read_text().splitlines()]
+    prompts = [encode_prompt(plain.engine, [{"role": "user", "content": turn}]) for turn in turns][: options.count]
+    answers = plain.generate(prompts, max_new_tokens=options.new_tokens, temperature=0)
+    texts = [
+        (torch.tensor(p + a.token_ids), torch.tensor([False] * len(p) + [True] * len(a.token_ids)))
+        for p, a in zip(prompts, answers, strict=True)
+    ]
+    target = load_target(plain.target_path, torch.bfloat16)
+    for name in options.heads:
+        head, _ = read_any_head(resolve_head(name), target.shape)
+        found = measure_acceptance(target, head, texts, 5)
+        alphas = " ".join(f"{alpha:.3f}" for alpha in found.alphas)
+        print(f"{name}: n-α {alphas}, τ {found.tau_chain:.2f} (chain), {found.tau_tree:.2f} (tree), {found.rows} rows")
+
+
+if __name__ == "__main__":
+    main()
