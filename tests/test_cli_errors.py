@@ -228,7 +228,16 @@ COMMANDS = {
         ("medusa needs a head", "aquiline train"),
     ),
     "bench seeds": (("bench", "--seeds", "1"), ("--seeds has no effect without --ablations",)),
-    "ablations without data": (("bench", "--ablations", "--target", "target"), ("--ablations", "at least one")),
+    "ablations without data": (
+        ("bench", "--ablations", "--target", "target"),
+        ("no training data given", "aquiline prepare"),
+    ),
+    "ablations with both": (
+        ("bench", "--ablations", "x", "--head", "eagle=smollm2-eagle"),
+        ("leave the training sets",),
+    ),
+    "ablations given head": (("bench", "--ablations", "--head", "medusa=x"), ("unknown head 'medusa'", "eagle3")),
+    "ablations given form": (("bench", "--ablations", "--head", "eagle"), ("--head is 'eagle'", "NAME=FOLDER")),
     "ablations setting": (
         ("bench", "--ablations", "x", "--training", "speed=1"),
         ("--training is given 'speed=1'", "NAME=VALUE"),

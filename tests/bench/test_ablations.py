@@ -103,6 +103,32 @@ def test_without_questions_the_held_out_conversations_decide(tmp_path: Path, bed
         settings(tmp_path, per_task=-1)
 
 
+def test_given_heads_are_compared_untrained(tmp_path: Path, bed: Bed) -> None:
+    trainer = Trainer()
+    heads = {}
+    for kind in ("eagle", "eagle3"):
+        write_head(tmp_path / kind, tiny.head(kind, seed=1, dtype=torch.float32), torch.float32)
+        heads[kind] = str(tmp_path / kind)
+    report = run_ablations(settings(tmp_path, data=(), heads=(), given=tuple(heads.items())), trainer, bed, quiet=True)
+    assert not trainer.asked and not (tmp_path / "out" / "heads").exists()
+    assert {name: len(runs) for name, runs in report.results["runs"].items()} == {"eagle": 1, "eagle3": 1}
+    assert report.results["heads"] == {name: {"given": folder} for name, folder in heads.items()}
+    found = {c["name"]: c for c in report.results["comparisons"]}
+    assert found.keys() == {"tree-chain", "dynamic-static", "eagle3-eagle2", "eagle3-eagle1-chain"}
+    shape = found["dynamic-static"]
+    measured = {c["method"]: c for c in report.results["runs"]["eagle"][0]["cells"]}
+    for side in (shape["better"], shape["worse"]):
+        assert side["tau"] == [measured[side["method"]]["tau"]["value"]]
+    assert measured["eagle:static"]["nodes_per_step"] > 5 >= measured["eagle:chain"]["nodes_per_step"]
+    assert f"heads as given: eagle = {heads['eagle']}, eagle3" in report.markdown
+    with pytest.raises(ValueError, match="leave the training sets and the heads to train out"):
+        settings(tmp_path, given=(("eagle", "x"),))
+    with pytest.raises(ValueError, match="per_task is 0"):
+        settings(tmp_path, data=(), heads=(), given=(("eagle", "x"),), per_task=0)
+    with pytest.raises(ValueError, match="unknown draft head 'nowhere'"):
+        run_ablations(settings(tmp_path, data=(), heads=(), given=(("eagle", "nowhere"),)), trainer, bed, quiet=True)
+
+
 def test_a_comparison_worked_out_by_hand() -> None:
     def run(method: str, tau: float) -> dict[str, Any]:
         cell = {"method": method, "batch": 1, "tau": {"value": tau}, "speedup_vs_plain": {"median": tau / 2}}

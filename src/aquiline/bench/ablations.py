@@ -20,6 +20,7 @@ from aquiline.bench.recorder import JudgedNode, judged_nodes, recorded
 from aquiline.bench.runner import encode_turns, open_bed, run_bench
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
+from aquiline.checkpoints.head_names import resolve_head
 from aquiline.targets.target import eagle3_layers
 
 logger = logging.getLogger("aquiline")
@@ -38,6 +39,8 @@ class AblationSettings:
     Attributes:
         target: alias, folder, GGUF file or hub id.
         data: training sets made by `prepare`; all heads see the same positions of them.
+        given: (name in `findings.HEADS`, its folder or the name of a shipped head): these heads are
+            compared as they are, and nothing is trained.
         positions: positions that each head is trained on.
         seeds: each is one training of every head.
         training: further fields of `TrainSettings` for every head; they win over the heads' own.
@@ -57,6 +60,7 @@ class AblationSettings:
 
     target: str = "smollm2"
     data: tuple[str, ...] = ()
+    given: tuple[tuple[str, str], ...] = ()
     positions: int = 300_000
     seeds: tuple[int, ...] = (0, 1, 2)
     training: tuple[tuple[str, Any], ...] = ()
@@ -74,7 +78,7 @@ class AblationSettings:
 
     def __post_init__(self) -> None:
         known = [spec.name for spec in HEADS]
-        for name in self.heads:
+        for name in (*self.heads, *(name for name, _ in self.given)):
             if name not in known:
                 raise ValueError(f"unknown head {name!r}; there are: {', '.join(known)}")
         if not self.seeds:
@@ -83,8 +87,14 @@ class AblationSettings:
             raise ValueError(f"per_task is {self.per_task}; allowed: ≥ 1, or 0 for held-out conversations alone")
         if self.positions < 1:
             raise ValueError(f"positions is {self.positions}; it must be at least 1")
-        if not self.data:
-            raise ValueError("no training data given; make a set with `aquiline prepare`")
+        if not self.data and not self.given:
+            raise ValueError(
+                "no training data given; make a set with `aquiline prepare`, or give heads that are there already"
+            )
+        if self.given and (self.data or self.heads):
+            raise ValueError("heads are given, so none is trained: leave the training sets and the heads to train out")
+        if self.given and not self.per_task:
+            raise ValueError("per_task is 0, and heads that are given have no held-out conversations; allowed: ≥ 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +115,7 @@ class AblationReport:
 def run_ablations(
     settings: AblationSettings, train: TrainHead, bed: Bed | None = None, *, quiet: bool = False
 ) -> AblationReport:
-    """Trains the heads that are not there yet, measures each, and compares them.
+    """Trains the heads that are neither given nor there yet, measures each, and compares them.
 
     Every step leaves its result in the output folder and is not done twice.
 
@@ -124,17 +134,18 @@ def run_ablations(
     folder = Path(settings.output)
     bench = BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device)
     bed = bed or open_bed(bench)
-    specs = [spec for spec in HEADS if not settings.heads or spec.name in settings.heads]
+    chosen = settings.heads or tuple(name for name, _ in settings.given)
+    specs = [spec for spec in HEADS if not chosen or spec.name in chosen]
     runs: dict[str, list[dict[str, Any]]] = {spec.name: [] for spec in specs}
-    for seed in settings.seeds:
+    for seed in _seeds(settings):
         for spec in specs:
-            head = _trained(settings, spec, seed, folder, bed, train)
+            head = _given(settings, spec) or _trained(settings, spec, seed, folder, bed, train)
             runs[spec.name].append(_measured(settings, spec, seed, folder, bed, head, quiet))
     results = {
         "schema": SCHEMA,
         "settings": asdict(settings),
         "environment": environment(bed),
-        "heads": {spec.name: dict(spec.training(bed.target.shape.num_layers)) for spec in specs},
+        "heads": {spec.name: _origin(settings, spec, bed.target.shape.num_layers) for spec in specs},
         "runs": runs,
         "comparisons": [compare(c, runs) for c in COMPARISONS if comparable(c, runs)],
         "positions": _positions(settings, folder, bed) if "eagle" in runs and settings.per_task else None,
@@ -143,6 +154,25 @@ def run_ablations(
     _write(folder / "ablations.json", json.dumps(results, ensure_ascii=False, indent=1))
     _write(folder / "ablations.md", markdown)
     return AblationReport(results, markdown, folder)
+
+
+def _seeds(settings: AblationSettings) -> tuple[int, ...]:
+    """Heads that are given have no seeds, and greedy answers none either."""
+    return settings.seeds[:1] if settings.given else settings.seeds
+
+
+def _origin(settings: AblationSettings, spec: HeadSpec, num_layers: int) -> dict[str, Any]:
+    """What differs in the head's training, or which head was given."""
+    given = dict(settings.given).get(spec.name)
+    return spec.training(num_layers) if given is None else {"given": given}
+
+
+def _given(settings: AblationSettings, spec: HeadSpec) -> str | None:
+    """The folder or name of a head that is not to be trained; a name holds on another machine too."""
+    head = dict(settings.given).get(spec.name)
+    if head is not None:
+        resolve_head(head)
+    return head
 
 
 def _head_folder(folder: Path, spec: str, seed: int) -> Path:
@@ -203,7 +233,7 @@ def _held_out_cells(spec: HeadSpec, validation: Mapping[str, Mapping[str, Any]])
 
 
 def _measured(
-    settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path, bed: Bed, head: Path, quiet: bool
+    settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path, bed: Bed, head: str | Path, quiet: bool
 ) -> dict[str, Any]:
     """τ, n-α and the rest of the head's methods, as cells over all tasks."""
     validation = _validated(_head_folder(folder, spec.name, seed))
@@ -242,8 +272,8 @@ def _positions(settings: AblationSettings, folder: Path, bed: Bed) -> dict[str, 
     if not file.is_file():
         questions = load_questions(settings.questions, settings.tasks, settings.per_task)
         nodes: list[JudgedNode] = []
-        for seed in settings.seeds:
-            head = _head_folder(folder, "eagle", seed) / "head"
+        for seed in _seeds(settings):
+            head = dict(settings.given).get("eagle") or _head_folder(folder, "eagle", seed) / "head"
             own = Bed(bed.target, bed.tokenizer, bed.end_ids, bed.path, bed.name, {"eagle": str(head)})
             drafter = make_method(parse_method("eagle:static"), own).drafter
             assert drafter is not None

@@ -202,8 +202,8 @@ def _mean(values: Sequence[float]) -> float:
 def render_findings(results: Mapping[str, Any]) -> str:
     """The findings as Markdown tables."""
     lines = [
-        f"Target {results['environment']['target']}, {results['settings']['positions']:,} positions a head, seeds "
-        f"{', '.join(map(str, results['settings']['seeds']))}. τ and speedups: mean over seeds (lowest–highest).",
+        f"Target {results['environment']['target']}, {_origin(results['settings'])}. τ and speedups: mean over seeds "
+        "(lowest–highest).",
         "",
         "| claim | better: τ | worse: τ | order | the paper |",
         "|---|---|---|---|---|",
@@ -216,6 +216,13 @@ def render_findings(results: Mapping[str, Any]) -> str:
     if results["positions"]:
         lines += _position_lines(results["positions"])
     return "\n".join(lines) + "\n"
+
+
+def _origin(settings: Mapping[str, Any]) -> str:
+    """Where the heads come from."""
+    if settings.get("given"):
+        return "heads as given: " + ", ".join(f"{name} = {head}" for name, head in settings["given"])
+    return f"{settings['positions']:,} positions a head, seeds {', '.join(map(str, settings['seeds']))}"
 
 
 def _spread(values: Sequence[float]) -> str:

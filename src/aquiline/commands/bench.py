@@ -59,9 +59,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the papers' findings, reproduced small")
     group.add_argument(
         "--ablations",
-        nargs="+",
+        nargs="*",
         metavar="SET",
-        help="train small heads on equal data (sets made by `prepare`) and compare",
+        help="train small heads on equal data (sets made by `prepare`) and compare; without sets, compare heads "
+        "that are there already, named by --head NAME=FOLDER",
     )
     group.add_argument("--positions", type=int, help="positions that each head is trained on (default: 300,000)")
     group.add_argument("--seeds", nargs="+", type=int, help="each is one training of every head (default: 0 1 2)")
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _list(arguments.json)
     if arguments.download is not None:
         return _download(arguments)
-    if arguments.ablations:
+    if arguments.ablations is not None:
         return _ablations(arguments)
     for name in ("positions", "seeds", "heads", "features", "training"):
         if getattr(arguments, name) is not None:
@@ -111,7 +112,10 @@ def _ablations(arguments: argparse.Namespace) -> int:
 
     names = (*_SHARED, "positions", "seeds", "heads", "features")
     training = tuple(_setting(text) for text in arguments.training or ())
-    settings = AblationSettings(data=tuple(arguments.ablations), training=training, **_values(arguments, names))
+    given = tuple(_pair(text) for text in arguments.head or ())
+    settings = AblationSettings(
+        data=tuple(arguments.ablations), given=given, training=training, **_values(arguments, names)
+    )
     report = run_ablations(settings, _trainer(arguments), quiet=arguments.quiet)
     print(json.dumps(report.results) if arguments.json else report.markdown)
     logger.info("results: %s", report.folder)
@@ -164,6 +168,13 @@ def _values(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, An
     """The options that were given, lists as tuples."""
     values = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not equals or not folder:
+        raise ValueError(f"--head is {text!r}; allowed: NAME=FOLDER")
+    return name, folder
 
 
 def _head(text: str) -> tuple[str, str]:
