@@ -10,6 +10,7 @@ from aquiline.cache import commit
 from aquiline.drafters.eagle import INPUTS, HeadConfig, Network, build_network, forward_network, new_draft_cache
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, RotaryTable
+from aquiline.training import causal_attention
 from aquiline.training.unroll import (
     block_mask,
     dense_attention,
@@ -51,9 +52,19 @@ def step_tensors(steps: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], 
     return q, keys, values
 
 
+@pytest.fixture(params=["flash", "blocks"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to attend causally: flash attention of the CPU, and blocks of rows as on other devices."""
+    kind: str = request.param
+    if kind == "blocks":
+        monkeypatch.setattr(causal_attention, "FLASH_DEVICES", ())
+        monkeypatch.setattr(causal_attention, "ROWS", 4)
+    return kind
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_attention_equals_dense_twin_in_values_and_gradients(steps: int, packed: bool) -> None:
+def test_attention_equals_dense_twin_in_values_and_gradients(kernel: str, steps: int, packed: bool) -> None:
     q, keys, values = step_tensors(steps, torch.float64)
     mask = None
     if packed:
@@ -69,7 +80,7 @@ def test_attention_equals_dense_twin_in_values_and_gradients(steps: int, packed:
         torch.testing.assert_close(mine, twin, rtol=1e-9, atol=1e-9)
 
 
-def test_attention_in_bfloat16_is_close_to_float32() -> None:
+def test_attention_in_bfloat16_is_close_to_float32(kernel: str) -> None:
     q, keys, values = step_tensors(3, torch.float32)
     exact = dense_attention(q, keys, values, 0.5)
     rounded = unrolled_attention(q.bfloat16(), [k.bfloat16() for k in keys], [v.bfloat16() for v in values], 0.5)

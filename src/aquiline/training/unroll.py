@@ -29,9 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aquiline.drafters.eagle import Network
 from aquiline.targets.rope import RotaryTable
-
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from aquiline.training.causal_attention import causal_backward, causal_forward
 
 
 def unroll(
@@ -176,7 +174,7 @@ class _UnrolledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, scale: float, mask: Tensor | None, *pairs: Tensor) -> Tensor:
         keys, values = pairs[0::2], pairs[1::2]
-        out, lse = _causal_forward(queries, keys[0], values[0], scale, mask)
+        out, lse = causal_forward(queries, keys[0], values[0], scale, mask)
         if len(keys) > 1:
             scores = [_row_dot(queries, k) * scale for k in keys[1:]]
             merged = torch.stack([lse, *scores]).logsumexp(0)
@@ -195,7 +193,7 @@ class _UnrolledAttention(torch.autograd.Function):
         queries, out, lse, *pairs = ctx.saved_tensors
         keys, values = pairs[0::2], pairs[1::2]
         grad = grads[0]
-        grad_q, grad_k, grad_v = _causal_backward(grad, queries, keys[0], values[0], out, lse, ctx.scale, ctx.mask)
+        grad_q, grad_k, grad_v = causal_backward(grad, queries, keys[0], values[0], out, lse, ctx.scale, ctx.mask)
         result = [grad_k, grad_v]
         if len(keys) > 1:
             delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -208,42 +206,6 @@ class _UnrolledAttention(torch.autograd.Function):
                 result.append(_group_sum(weight, grad, v))
             grad_q = (grad_q.to(lse.dtype) + extra).to(queries.dtype)
         return grad_q, None, None, *result
-
-
-def _expand(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def _flash_mask(mask: Tensor | None) -> dict[str, Any]:
-    return {"is_causal": True} if mask is None else {"is_causal": False, "attn_mask": mask[:, None]}
-
-
-def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    heads = q.shape[1]
-    out, lse = _FLASH(q, _expand(k, heads), _expand(v, heads), 0.0, scale=scale, **_flash_mask(mask))
-    return out, lse
-
-
-def _causal_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads, kv_heads = q.shape[1], k.shape[1]
-    causal = _flash_mask(mask)
-    is_causal = causal.pop("is_causal")
-    grad_q, grad_k, grad_v = _FLASH_BACKWARD(
-        grad, q, _expand(k, heads), _expand(v, heads), out, lse, 0.0, is_causal, scale=scale, **causal
-    )
-    if kv_heads != heads:
-        grad_k = grad_k.unflatten(1, (kv_heads, -1)).sum(2)
-        grad_v = grad_v.unflatten(1, (kv_heads, -1)).sum(2)
-    return grad_q, grad_k, grad_v
 
 
 def _accurate(x: Tensor) -> Tensor:
