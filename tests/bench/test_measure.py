@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_plain_decoding_and_a_method_emit_the_same_tokens(bed: Bed) -> None:
     method = scripted(bed, [2, 0, 3], 3)
     plain, mine = measure(bed, PLAIN, case()), measure(bed, method, case())
     assert mine.outputs == plain.outputs
-    assert find_divergences(bed.target, mine, plain, case().prompts) == []
+    assert find_divergences(bed.target, [mine], plain, case().prompts) == []
     assert tau([plain])["value"] == 1
 
 
@@ -139,7 +140,7 @@ def test_a_wrong_token_is_found_and_judged(bed: Bed) -> None:
     plain = measure(bed, PLAIN, case(12))
     outputs = [[*plain.outputs[0][:5], (plain.outputs[0][5] + 1) % 50, *plain.outputs[0][6:]]]
     wrong = Record(**{**vars(plain), "method": "buggy", "outputs": outputs})
-    [found] = find_divergences(bed.target, wrong, plain, case(12).prompts)
+    [found] = find_divergences(bed.target, [wrong], plain, case(12).prompts)
     assert (found["position"], found["plain_token"], found["method_token"]) == (5, plain.outputs[0][5], outputs[0][5])
     logits = bed.target.logits([*case().prompts[0], *plain.outputs[0][:5]])  # type: ignore[attr-defined]
     assert found["gap"] == pytest.approx(float(logits[plain.outputs[0][5]] - logits[outputs[0][5]]))
@@ -151,8 +152,34 @@ def test_a_wrong_token_is_found_and_judged(bed: Bed) -> None:
     assert complaint([tie], torch.bfloat16) is None
     assert complaint([tie], torch.float32) is not None
     cut = Record(**{**vars(plain), "outputs": [plain.outputs[0][:7]]})
-    [short] = find_divergences(bed.target, cut, plain, case(12).prompts)
+    [short] = find_divergences(bed.target, [cut], plain, case(12).prompts)
     assert short["position"] == 7 and short["method_token"] == -1 and not short["near_tie"]
+
+
+def test_methods_that_part_from_one_text_share_its_forwards(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = measure(bed, PLAIN, case(12, rows=2))
+
+    def changed(method: str, at: dict[int, int]) -> Record:
+        outputs = [list(output) for output in plain.outputs]
+        for row, position in at.items():
+            outputs[row][position] = (outputs[row][position] + 1) % 50
+        return Record(**{**vars(plain), "method": method, "outputs": outputs})
+
+    records = [changed("a", {0: 9}), changed("b", {0: 4, 1: 6}), changed("c", {0: 9}), changed("d", {})]
+    alone = [d for record in records for d in find_divergences(bed.target, [record], plain, case(12, rows=2).prompts)]
+    lengths = []
+    forward = type(bed.target).forward
+
+    def counting(self: Any, ids: Any, *rest: Any) -> Any:
+        lengths.append(ids.shape[1])
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(type(bed.target), "forward", counting)
+    together = find_divergences(bed.target, records, plain, case(12, rows=2).prompts)
+    assert together == alone
+    found = [(d["method"], d["question"], d["position"]) for d in together]
+    assert found == [("a", "0", 9), ("b", "0", 4), ("b", "1", 6), ("c", "0", 9)]
+    assert lengths.count(1) == 9 + 6
 
 
 @pytest.mark.parametrize(("dtype", "tie"), [("bfloat16", True), ("float32", False)])
@@ -166,10 +193,12 @@ def test_neighbouring_numbers_of_16_bits_are_a_near_tie(
     right = plain.outputs[0][2]
     logits = torch.zeros(50)
     logits[right], logits[(right + 1) % 50], logits[(right + 2) % 50] = 16.125, 16.0, 15.0
-    monkeypatch.setattr("aquiline.bench.agreement._last_logits", lambda target, pieces: logits)
+    monkeypatch.setattr(
+        "aquiline.bench.agreement._forwards", lambda target, pieces, lengths: dict.fromkeys(lengths, logits)
+    )
     target = SimpleNamespace(dtype=getattr(torch, dtype))
     for step, expected in ((1, tie), (2, False)):
         outputs = [[*plain.outputs[0][:2], (right + step) % 50, *plain.outputs[0][3:]]]
         wrong = Record(**{**vars(plain), "method": "tree", "outputs": outputs})
-        [found] = find_divergences(target, wrong, plain, case(4).prompts)  # type: ignore[arg-type]
+        [found] = find_divergences(target, [wrong], plain, case(4).prompts)  # type: ignore[arg-type]
         assert found["near_tie"] is expected

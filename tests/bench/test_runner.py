@@ -1,5 +1,6 @@
 """The whole run: what it writes, that it can be killed and resumed, and what it refuses."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from aquiline.bench import measure as measuring
 from aquiline.bench import runner
 from aquiline.bench.agreement import WrongTokens
-from aquiline.bench.methods import METHODS, Bed, check_methods, make_method, parse_method
+from aquiline.bench.methods import METHODS, Bed, Method, check_methods, make_method, parse_method
 from aquiline.bench.runner import run_bench
 from aquiline.bench.settings import PRESETS, BenchSettings
 from aquiline.drafters.adaptive import Adaptive
@@ -95,6 +96,34 @@ def test_second_turns_hold_plain_decodings_first_answer(questions: Path, tmp_pat
     )
     seconds = [r["prompt_tokens"] for r in results["records"] if r["questions"] == ["1"] and r["turn"] == 1]
     assert seconds == [[expected]] * 4
+
+
+def test_references_take_turns_where_asked(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hf_as_plain(bed: Bed, method: Any, case: Any, repeat: int = 0) -> Any:
+        return dataclasses.replace(measuring.measure(bed, method, case, repeat), method=method.label)
+
+    hf = Method("hf", None, "stands for transformers")
+    made = runner.make_method
+    monkeypatch.setattr(runner, "measure", hf_as_plain)
+    monkeypatch.setattr(runner, "make_method", lambda spec, bed: hf if spec.name == "hf" else made(spec, bed))
+    chosen = settings(questions, tmp_path / "out", methods=("hf", "prompt-lookup"), reference_every=2)
+    results = run_bench(chosen, path_bed(), quiet=True).results
+    ran = {
+        (r["method"], r["repeat"], r["batch"], r["task"], "+".join(r["questions"]), r["turn"])
+        for r in results["records"]
+    }
+    turns = {(task, i, turn) for task, i, n in (("mt_bench", "2", 2), ("qa", "7", 1)) for turn in range(n)}
+    others = {("mt_bench", i, turn) for i in "13" for turn in range(2)}
+    for who, expected in ((("plain", 0), turns | others), (("prompt-lookup", 0), turns | others)):
+        assert {r[3:] for r in ran if r[:3] == (*who, 1)} == expected
+    assert {r[3:] for r in ran if r[:3] == ("plain", 1, 1)} == turns
+    assert {r[3:] for r in ran if r[:3] == ("hf", 0, 1)} == others
+    assert {r[:2] for r in ran if r[2] == 2} == {("plain", 0), ("plain", 1), ("hf", 0), ("prompt-lookup", 0)}
+    assert results["environment"]["plain_spread"]["pairs"] == 3 + 2
+    whole = {c["method"]: c for c in results["summary"] if (c["task"], c["batch"]) == ("all", 1)}
+    assert whole["prompt-lookup"]["speedup_vs_plain"] and whole["prompt-lookup"]["speedup_vs_hf"]
+    single = {c["method"]: c for c in results["summary"] if (c["task"], c["batch"]) == ("qa", 1)}
+    assert single["prompt-lookup"]["speedup_vs_hf"] is None
 
 
 class Killed(BaseException):
@@ -223,11 +252,18 @@ def test_methods_are_built_with_their_settings() -> None:
         ({"batch_sizes": (0,)}, "batch sizes are"),
         ({"per_task": 0}, "per_task is 0"),
         ({"threads": 0}, "threads is 0"),
+        ({"reference_every": 0}, "reference_every is 0"),
     ],
 )
 def test_settings_are_checked(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         BenchSettings(**change)
+
+
+def test_larger_batches_run_on_mt_bench_wherever_it_stands(questions: Path, tmp_path: Path) -> None:
+    chosen = settings(questions, tmp_path / "out", tasks=("qa", "mt_bench"), methods=("prompt-lookup",))
+    results = run_bench(chosen, path_bed(), quiet=True).results
+    assert {r["task"] for r in results["records"] if r["batch"] == 2} == {"mt_bench"}
 
 
 def test_an_unknown_batch_task_is_refused(questions: Path, tmp_path: Path) -> None:

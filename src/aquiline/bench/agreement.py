@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,20 +59,28 @@ class Divergence:
 
 
 def find_divergences(
-    target: Target, record: Record, plain: Record, prompts: Sequence[Sequence[int]]
+    target: Target, records: Sequence[Record], plain: Record, prompts: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """Compares the rows of a record with plain decoding's; one JSON-able entry per differing row."""
+    """Compares the rows of a case's records with plain decoding's; one JSON-able entry per differing row.
+
+    Near-ties part many methods at the same token, and later ones lie on the same text: plain
+    decoding's forwards are made again once for each row, whatever the number of methods.
+    """
+    parted: list[tuple[Record, int, int]] = []
+    for record in records:
+        pairs = enumerate(zip(record.outputs, plain.outputs, strict=True))
+        parted += [(record, row, common_length(mine, known)) for row, (mine, known) in pairs if mine != known]
     found = []
-    rows = zip(record.questions, record.outputs, plain.outputs, prompts, strict=True)
-    for question, mine, reference, prompt in rows:
-        at = common_length(mine, reference)
-        if mine == reference:
-            continue
-        tokens = [row[at] if at < len(row) else -1 for row in (reference, mine)]
-        gap, noise = _margin(target, [*prompt, *reference[:at]], len(prompt), tokens)
+    logits = {
+        row: _logits_at(target, prompts[row], plain.outputs[row], {at for _, other, at in parted if other == row})
+        for row in {row for _, row, _ in parted}
+    }
+    for record, row, at in parted:
+        tokens = [output[at] if at < len(output) else -1 for output in (plain.outputs[row], record.outputs[row])]
+        gap, noise = _margin(target.dtype, *logits[row][at], tokens)
         found.append(
             Divergence(
-                record.method, record.task, question, record.turn, record.batch,
+                record.method, record.task, plain.questions[row], record.turn, record.batch,
                 at, tokens[0], tokens[1], gap, noise, gap is not None and gap <= 2 * noise,
             )
         )  # fmt: skip
@@ -80,35 +88,43 @@ def find_divergences(
 
 
 @torch.inference_mode()
-def _margin(
-    target: Target, text: Sequence[int], prompt_length: int, tokens: Sequence[int]
-) -> tuple[float | None, float]:
-    """The gap between two tokens' logits after `text`, and the kernels' noise in these logits."""
-    prompt = text[:prompt_length]
-    pieces = [prompt[i : i + PREFILL_CHUNK] for i in range(0, prompt_length, PREFILL_CHUNK)]
-    single = _last_logits(target, [*pieces, *([token] for token in text[prompt_length:])])
-    whole = _last_logits(target, [text])
+def _logits_at(
+    target: Target, prompt: Sequence[int], output: Sequence[int], positions: Collection[int]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """At each position of the output, (V,) logits of plain decoding's forwards, and of one over the whole text."""
+    pieces = [prompt[i : i + PREFILL_CHUNK] for i in range(0, len(prompt), PREFILL_CHUNK)]
+    lengths = {len(prompt) + at: at for at in positions}
+    text = [*prompt, *output[: max(positions)]]
+    single = _forwards(target, [*pieces, *([token] for token in text[len(prompt) :])], lengths)
+    whole = {n: _forwards(target, [text[:n]], {n})[n] for n in lengths}
+    return {at: (single[n], whole[n]) for n, at in lengths.items()}
+
+
+def _margin(dtype: torch.dtype, single: Tensor, whole: Tensor, tokens: Sequence[int]) -> tuple[float | None, float]:
+    """The gap between two tokens' logits, and the kernels' noise in these logits."""
     noise = float((single - whole).abs().max())
     if min(tokens) < 0:
         return None, noise
     pair = single[list(tokens)]
-    if target.dtype.itemsize == 2:
-        noise = max(noise, torch.finfo(target.dtype).eps * float(pair.abs().max()))
+    if dtype.itemsize == 2:
+        noise = max(noise, torch.finfo(dtype).eps * float(pair.abs().max()))
     return abs(float(pair[0] - pair[1])), noise
 
 
-def _last_logits(target: Target, pieces: Sequence[Sequence[int]]) -> Tensor:
-    """(V,) logits after the pieces, each one forward."""
+def _forwards(target: Target, pieces: Sequence[Sequence[int]], lengths: Collection[int]) -> dict[int, Tensor]:
+    """(V,) logits after so many tokens, each piece being one forward; no piece may end between."""
+    found = {}
     cache = target.new_cache(1, sum(map(len, pieces)))
-    logits = torch.empty(0)
     for piece in pieces:
         start = int(cache.lengths[0])
         ids = torch.tensor([list(piece)], device=target.device)
         positions = torch.arange(start, start + len(piece), device=target.device)[None]
         at = torch.tensor([[len(piece) - 1]], device=target.device)
-        logits = target.forward(ids, positions, None, cache, [0], (), at).logits[0, 0].clone()
+        logits = target.forward(ids, positions, None, cache, [0], (), at).logits[0, 0]
+        if start + len(piece) in lengths:
+            found[start + len(piece)] = logits.clone()
         commit(cache, torch.arange(len(piece))[None], [0])
-    return logits
+    return found
 
 
 def complaint(divergences: Sequence[dict[str, Any]], dtype: torch.dtype) -> str | None:

@@ -12,8 +12,8 @@ from aquiline.bench.records import Record, pooled_gaps
 
 DEFINITIONS = {
     "speedup": "Seconds of the reference for the same prompt divided by the method's, both per emitted token and "
-    "prefill included; the median over prompts. The reference is plain decoding in the same engine (the mean of its "
-    "two runs), or `generate` of transformers.",
+    "prefill included; the median over the prompts that the reference ran on. The reference is plain decoding in the "
+    "same engine (the mean of its runs of the prompt), or `generate` of transformers.",
     "tokens_per_second": "Emitted tokens of all rows divided by the seconds from the call to the last token, prefill "
     "included; the median over prompts.",
     "decode_tokens_per_second": "Emitted tokens after the first divided by the seconds after the first token; the "
@@ -31,7 +31,7 @@ DEFINITIONS = {
     "memory": "Peak resident memory of the process during the run (on a GPU: peak allocated), and how much of it was "
     "added by the run. All methods of a report live in one process, so the first includes every loaded head.",
     "interval": "Percentile bootstrap, 95 %, over questions; both turns of a question are drawn together.",
-    "plain_spread": "The two plain runs of a prompt: larger seconds divided by smaller, minus 1.",
+    "plain_spread": "The two plain runs of a prompt that has two: larger seconds divided by smaller, minus 1.",
     "ece": "Expected calibration error: mean distance between the draft's confidence in a token and the share of such "
     "tokens accepted, over 20 bins of confidence, weighted by their size. Judged are nodes whose parent was accepted.",
 }

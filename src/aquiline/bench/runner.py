@@ -169,7 +169,8 @@ def _groups(questions: Sequence[Question], settings: BenchSettings) -> list[_Gro
     """The plan: what is decoded together, in order."""
     groups = []
     tasks = list(dict.fromkeys(q.task for q in questions))
-    batch_task = task_name(settings.batch_task) if settings.batch_task else tasks[0]
+    first = "mt_bench" if "mt_bench" in tasks else tasks[0]
+    batch_task = task_name(settings.batch_task) if settings.batch_task else first
     if batch_task not in tasks:
         raise ValueError(f"batch task {settings.batch_task!r} is not among the tasks; there are: {', '.join(tasks)}")
     for temperature in settings.temperatures:
@@ -187,10 +188,22 @@ def _groups(questions: Sequence[Question], settings: BenchSettings) -> list[_Gro
 
 def _run_all(run: _Run, questions: Sequence[Question], quiet: bool) -> None:
     groups = _groups(questions, run.settings)
-    with _progress(len(groups) * len(run.contestants), quiet) as advance:
+    total = sum(len(_taking_part(run, group, number)) for number, group in enumerate(groups))
+    with _progress(total, quiet) as advance:
         for number, group in enumerate(groups):
             _run_group(run, group, number)
-            advance(len(run.contestants))
+            advance(len(_taking_part(run, group, number)))
+
+
+def _taking_part(run: _Run, group: _Group, number: int) -> list[tuple[Method, int]]:
+    """The contestants on a group: of single questions, the references take some only, and different ones."""
+    every = run.settings.reference_every
+    if group.batch > 1 or every == 1:
+        return run.contestants
+    left_out = [(HF, 0)] if number % every else []
+    if (number - 1) % every:
+        left_out.append((PLAIN, 1))
+    return [(method, repeat) for method, repeat in run.contestants if (method.label, repeat) not in left_out]
 
 
 def _run_group(run: _Run, group: _Group, number: int) -> None:
@@ -200,25 +213,25 @@ def _run_group(run: _Run, group: _Group, number: int) -> None:
         if case is None:
             return
         # Rotated, so that no method always runs first or after the same one.
-        shift = (number + turn) % len(run.contestants)
-        for method, repeat in run.contestants[shift:] + run.contestants[:shift]:
+        contestants = _taking_part(run, group, number)
+        shift = (number + turn) % len(contestants)
+        for method, repeat in contestants[shift:] + contestants[:shift]:
             _run_one(run, method, case, repeat)
-        plain = _collect(run, case)
+        plain = _collect(run, case, contestants)
         decode = run.bed.tokenizer.decode
         for row, output in zip(answers, plain.outputs, strict=True):
             row.append(decode(output, skip_special_tokens=True).strip())
 
 
-def _collect(run: _Run, case: Case) -> Record:
+def _collect(run: _Run, case: Case, contestants: Sequence[tuple[Method, int]]) -> Record:
     """Puts the case's records in the order of the methods, checks them, returns plain decoding's."""
-    records = [run.done[_key(_case_key(case), method.label, repeat)] for method, repeat in run.contestants]
+    records = [run.done[_key(_case_key(case), method.label, repeat)] for method, repeat in contestants]
     run.records += records
     plain = run.done[_key(_case_key(case), PLAIN, 0)]
     if case.temperature == 0:
-        for record in records:
-            # Transformers has kernels of its own: its agreement is reported, and no one's fault.
-            if record.method != HF:
-                run.divergences += find_divergences(run.bed.target, record, plain, case.prompts)
+        # Transformers has kernels of its own: its agreement is reported, and no one's fault.
+        ours = [record for record in records if record.method != HF]
+        run.divergences += find_divergences(run.bed.target, ours, plain, case.prompts)
     return plain
 
 

@@ -48,6 +48,8 @@ class BenchSettings:
         seed: of sampled answers.
         output: folder for results; a run that was cut off there is resumed.
         cost_curve: time the target's forward by its number of tokens.
+        reference_every: transformers' `generate` and plain decoding's second run, which only scale
+            and qualify the other numbers, take part in every n-th single question each, in turn.
     """
 
     target: str = "smollm2"
@@ -67,6 +69,7 @@ class BenchSettings:
     seed: int = 0
     output: str = "bench-results"
     cost_curve: bool = True
+    reference_every: int = 1
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -77,13 +80,16 @@ class BenchSettings:
             raise ValueError(f"batch sizes are {self.batch_sizes}; allowed: one or more integers ≥ 1")
         if self.per_task is not None and self.per_task < 1:
             raise ValueError(f"per_task is {self.per_task}; allowed: ≥ 1, or None for all questions")
+        if self.reference_every < 1:
+            raise ValueError(f"reference_every is {self.reference_every}; allowed: ≥ 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}; allowed: ≥ 1")
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {"try_methods": QUICK_METHODS, "per_task": 2, "max_new_tokens": 48, "batch_sizes": (1, 4)},
-    "standard": {"batch_sizes": (1, 4)},
+    # Ten questions make two whole batches of five, the embedded five make one: none is decoded twice.
+    "standard": {"batch_sizes": (1, 5), "reference_every": 2},
     "full": {
         "per_task": None,
         "max_new_tokens": 256,

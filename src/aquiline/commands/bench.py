@@ -159,6 +159,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     given = _values(arguments, (*_SHARED, "methods", "temperatures", "batch_task", "seed", "cost_curve"))
     if arguments.methods:
         given["try_methods"] = ()  # what was asked for by name must run, and nothing else
+        given["reference_every"] = 1  # and the time that the references save in a long list is not needed
     if arguments.head:
         given["heads"] = tuple(_head(text) for text in arguments.head)
     return given
