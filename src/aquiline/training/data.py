@@ -7,17 +7,15 @@ The output folder appears whole or not at all. `aquiline.training.dataset` reads
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import platform
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +31,7 @@ from aquiline.training.dataset import (
 )
 from aquiline.training.identity import conversation_id, in_validation
 from aquiline.training.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
+from aquiline.training.tally import PrepareReport, Tally, progress_line
 
 __all__ = [
     "PrepareReport",
@@ -54,36 +53,6 @@ UNFINISHED = "last answer unfinished: ends without an end of turn"
 
 _BATCH_RECORDS = 256
 _BATCH_CHARACTERS = 500_000
-_KEPT_REFUSALS = 20
-
-
-@dataclass(frozen=True)
-class PrepareReport:
-    """What `prepare` read, wrote and left out.
-
-    ``refused`` and ``adjusted`` count by reason; ``first_refusals`` holds the first twenty in
-    words, all of them are in the folder's ``refused.jsonl``.
-    """
-
-    output: Path
-    records: int
-    train: SplitCounts
-    validation: SplitCounts
-    refused: Mapping[str, int]
-    adjusted: Mapping[str, int]
-    first_refusals: tuple[str, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        lines = [f"{self.output}: {self.records:,} records read in {self.seconds:.1f} s"]
-        for name, split in (("train", self.train), ("validation", self.validation)):
-            lines.append(
-                f"  {name}: {split.conversations:,} conversations, {split.tokens:,} tokens, "
-                f"{split.loss_tokens:,} with loss"
-            )
-        lines += [f"  refused: {reason}: {count:,}" for reason, count in self.refused.items()]
-        lines += [f"  adjusted: {reason}: {count:,}" for reason, count in self.adjusted.items()]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -101,29 +70,6 @@ class _Ready:
 
     conversation: Conversation
     rendered: Rendered
-
-
-@dataclass
-class _Tally:
-    """The run's counters and its list of refusals. The one mutable thing here."""
-
-    strict: bool
-    refusals: IO[str]
-    records: int = 0
-    kept: int = 0
-    tokens: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    adjusted: Counter[str] = field(default_factory=Counter)
-    first_refusals: list[str] = field(default_factory=list)
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Count and write down a refusal, or raise it."""
-        if self.strict:
-            raise ValueError(f"{refusal}; without strict it would be counted and left out")
-        self.refused[refusal.reason] += 1
-        if len(self.first_refusals) < _KEPT_REFUSALS:
-            self.first_refusals.append(str(refusal))
-        self.refusals.write(json.dumps(asdict(refusal), ensure_ascii=False) + "\n")
 
 
 def prepare(
@@ -177,17 +123,7 @@ def prepare(
         raise ValueError(f"{output} exists; choose another folder, or allow overwriting it")
     tokenizer = load_tokenizer(target_path)
     renderer = ChatRenderer(tokenizer, chat_template)
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "sources": [_describe(name) for name in names],
-        "tokenizer_hash": tokenizer_hash(tokenizer),
-        "template_hash": hashlib.sha256(renderer.template.encode()).hexdigest(),
-        "settings": asdict(settings),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("transformers", "tokenizers", "pyarrow")},
-        },
-    }
+    manifest = _manifest(names, tokenizer, renderer, settings)
     with appearing_whole(output) as partial:
         manifest["counts"] = _write(names, tokenizer, renderer, settings, partial, progress)
         text = json.dumps(manifest, indent=2, ensure_ascii=False)
@@ -237,6 +173,23 @@ def _check(settings: _Settings) -> None:
         raise ValueError(f"limit is {settings.limit}; allowed are 1 or more, or None for all")
 
 
+def _manifest(
+    names: Sequence[str | Path], tokenizer: Any, renderer: ChatRenderer, settings: _Settings
+) -> dict[str, Any]:
+    """What made a training set, all but its counts."""
+    return {
+        "format": FORMAT,
+        "sources": [_describe(name) for name in names],
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "template_hash": hashlib.sha256(renderer.template.encode()).hexdigest(),
+        "settings": asdict(settings),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("transformers", "tokenizers", "pyarrow")},
+        },
+    }
+
+
 def _describe(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     if not path.exists():
@@ -261,9 +214,9 @@ def _write(
         SplitWriter(partial / "train.arrow") as train,
         SplitWriter(partial / "validation.arrow") as validation,
         (partial / "refused.jsonl").open("w", encoding="utf-8") as refusals,
-        _progress_line(progress) as show,
+        progress_line(progress) as show,
     ):
-        tally = _Tally(settings.strict, refusals)
+        tally = Tally(settings.strict, refusals)
         ready = _rendered(names, renderer, tally)
         for conversation, example in _tokenised(ready, tokenizer, settings, tally):
             held_out = in_validation(conversation.messages, settings.validation_fraction)
@@ -286,7 +239,7 @@ def _write(
     }
 
 
-def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: _Tally) -> Iterator[_Ready]:
+def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: Tally) -> Iterator[_Ready]:
     for name in names:
         for item in read_conversations(name):
             tally.records += 1
@@ -311,7 +264,7 @@ def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: _Tally
 
 
 def _tokenised(
-    ready: Iterable[_Ready], tokenizer: Any, settings: _Settings, tally: _Tally
+    ready: Iterable[_Ready], tokenizer: Any, settings: _Settings, tally: Tally
 ) -> Iterator[tuple[Conversation, TokenisedConversation]]:
     for batch in _batches(ready):
         texts = [item.rendered.text for item in batch]
@@ -329,7 +282,7 @@ def _example(
     ids: Sequence[int],
     offsets: Sequence[tuple[int, int]],
     settings: _Settings,
-    tally: _Tally,
+    tally: Tally,
 ) -> TokenisedConversation | Refusal:
     where = item.conversation.source, item.conversation.index
     length = settings.max_length
@@ -359,29 +312,6 @@ def _batches(ready: Iterable[_Ready]) -> Iterator[list[_Ready]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-@contextlib.contextmanager
-def _progress_line(shown: bool) -> Iterator[Callable[[_Tally], None]]:
-    if not shown:
-        yield lambda tally: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("reading")
-
-        def show(tally: _Tally) -> None:
-            refused = sum(tally.refused.values())
-            bar.update(
-                task,
-                description=f"{tally.records:,} records, {tally.kept:,} kept, "
-                f"{refused:,} refused, {tally.tokens:,} tokens",
-            )
-
-        yield show
 
 
 def _report(output: Path, counts: Mapping[str, Any], seconds: float) -> PrepareReport:

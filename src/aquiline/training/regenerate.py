@@ -113,17 +113,7 @@ def regenerate(
         run = _Run(plan, complete, written, empty, progress)
         run.source = _pending(names, run, limit)
         _work(run, in_flight)
-    counts = run.counts
-    return RegenerateReport(
-        output=output,
-        already=counts["already"],
-        written=counts["written"],
-        replies=counts["replies"],
-        unfinished=counts["unfinished"],
-        refused=dict(run.refusals),
-        first_refusals=tuple(run.first_refusals),
-        seconds=time.monotonic() - started,
-    )
+    return run.report(output, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -183,6 +173,19 @@ class _Run:
         self.refusals[refusal.reason] += 1
         if len(self.first_refusals) < _KEPT_REFUSALS:
             self.first_refusals.append(str(refusal))
+
+    def report(self, output: Path, seconds: float) -> RegenerateReport:
+        """The counts of the finished run."""
+        return RegenerateReport(
+            output=output,
+            already=self.counts["already"],
+            written=self.counts["written"],
+            replies=self.counts["replies"],
+            unfinished=self.counts["unfinished"],
+            refused=dict(self.refusals),
+            first_refusals=tuple(self.first_refusals),
+            seconds=seconds,
+        )
 
 
 def _pending(names: Sequence[str | Path], run: _Run, limit: int | None) -> Iterator[_Talk]:
