@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from aquiline.commands.common import add_model_options, add_sampling_options, load_model, params_of, stats_record
+from aquiline.commands.common import add_model_options, add_sampling_options, load_model, output_record, params_of
 
 if TYPE_CHECKING:
     from aquiline.chat import ChatSession
@@ -58,8 +58,7 @@ def _answer(session: ChatSession, line: str, params: SamplingParams, as_json: bo
             if not as_json:
                 print(event.text, end="", flush=True)
             elif event.output is not None:
-                output = event.output
-                record = {"prompt": line, "text": output.text, "finish_reason": output.finish_reason}
-                print(json.dumps(record | {"stats": stats_record(output.stats)}, ensure_ascii=False))
+                # Flushed, as all of a chat: who talks to it through pipes waits for the answer before asking on.
+                print(json.dumps(output_record(line, event.output), ensure_ascii=False), flush=True)
     if not as_json:
-        print()
+        print(flush=True)

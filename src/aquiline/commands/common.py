@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aquiline.generate import GenerationOutput
     from aquiline.loading import Loaded
     from aquiline.sampling import SamplingParams
     from aquiline.stats import GenerationStats
@@ -217,11 +218,12 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
                 raise ValueError(f"prompt {number} is empty; give a text (for an unprompted one the model's BOS token)")
         return list(words)
     if file == "-":
-        return _some([line for line in _standard_input().splitlines() if line.strip()], "standard input")
+        return _some([line for line in _standard_input().split("\n") if line.strip()], "standard input")
     if file is not None:
         try:
             # Editors of some systems begin a file with a byte order mark, which is no part of the text.
-            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
+            # Not `splitlines`: a U+2028 in a JSON string, or a form feed in a text, ends no line.
+            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--file {file!r} cannot be read ({error}); give a UTF-8 text file") from error
         numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -260,6 +262,18 @@ def _json_prompt(file: str, number: int, line: str) -> Any:
             'with "prompt" or "messages"'
         )
     return value
+
+
+def output_record(prompt: Any, output: GenerationOutput) -> dict[str, Any]:
+    """A prompt and its output as JSON-able values."""
+    return {
+        "prompt": prompt,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "seed": output.seed,
+        "stats": stats_record(output.stats),
+    }
 
 
 def stats_record(stats: GenerationStats) -> dict[str, Any]:

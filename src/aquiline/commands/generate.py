@@ -11,9 +11,9 @@ from aquiline.commands.common import (
     add_model_options,
     add_sampling_options,
     load_model,
+    output_record,
     params_of,
     read_prompts,
-    stats_record,
 )
 
 if TYPE_CHECKING:
@@ -35,20 +35,24 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Runs the command; an output is printed as soon as it and all before it are there."""
     prompts = read_prompts(arguments.prompt, arguments.file)
     loaded = load_model(arguments)
     params = params_of(arguments, loaded)
     single = len(prompts) == 1 and params.n == 1
+    order = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
     outputs: dict[tuple[int, int], GenerationOutput] = {}
+    shown = 0
     for event in loaded.stream(prompts, params, raw=arguments.raw):
         if single and not arguments.json:
             print(event.text, end="", flush=True)
         if event.output is not None:
             outputs[event.index, event.sample] = event.output
-    for index, sample in sorted(outputs):
-        _show(outputs[index, sample], prompts[index], f"{index + 1}.{sample + 1}", single, arguments.json)
-    _summarise(list(outputs.values()))
+        while shown < len(order) and order[shown] in outputs:
+            index, sample = order[shown]
+            _show(outputs[index, sample], prompts[index], f"{index + 1}.{sample + 1}", single, arguments.json)
+            shown += 1
+    _summarise([outputs[key] for key in order])
     if arguments.profile:
         print_profile([output.stats for output in outputs.values()])
     return 0
@@ -56,19 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(output: GenerationOutput, prompt: Any, number: str, streamed: bool, as_json: bool) -> None:
     if as_json:
-        record = {
-            "prompt": prompt,
-            "text": output.text,
-            "token_ids": list(output.token_ids),
-            "finish_reason": output.finish_reason,
-            "seed": output.seed,
-            "stats": stats_record(output.stats),
-        }
-        print(json.dumps(record, ensure_ascii=False))
+        print(json.dumps(output_record(prompt, output), ensure_ascii=False), flush=True)
     elif streamed:
         print()
     else:
-        print(f"--- {number}: {prompt}\n{output.text}")
+        print(f"--- {number}: {prompt}\n{output.text}", flush=True)
 
 
 def _summarise(outputs: list[GenerationOutput]) -> None:

@@ -1,0 +1,105 @@
+"""What a program on the other end of the pipes sees of `generate` and `chat`, and when."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import call, write_target
+
+WORDS = ("--target", "target", "--max-new-tokens", 4, "--dtype", "float64", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target."""
+    folder = tmp_path_factory.mktemp("cli-streams")
+    write_target(folder / "target")
+    return folder
+
+
+@pytest.fixture
+def aquiline(base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command in the folder."""
+    monkeypatch.chdir(base)
+    return lambda *words: call(capsys, *words)
+
+
+class Pipe(io.StringIO):
+    """Standard output as the other end of a pipe sees it: what was flushed."""
+
+    seen = ""
+
+    def flush(self) -> None:
+        self.seen = self.getvalue()
+
+
+class Asking:
+    """Standard input of somebody who waits for a whole answer before asking on."""
+
+    def __init__(self, questions: list[str], pipe: Pipe) -> None:
+        self.questions, self.pipe, self.answers = questions, pipe, list[str]()
+
+    def isatty(self) -> bool:
+        return False
+
+    def readline(self) -> str:
+        asked = len(self.answers)
+        if asked:
+            answer = self.pipe.seen
+            assert answer.endswith("\n"), f"turn {asked} waits for an answer, and what came is {answer!r}"
+        self.answers.append(self.pipe.seen)
+        return self.questions[asked] if asked < len(self.questions) else ""
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_chat_through_pipes_is_answered_turn_by_turn(
+    aquiline: Any, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    pipe = Pipe()
+    asking = Asking(["One\n", "Two\n"], pipe)
+    monkeypatch.setattr("sys.stdin", asking)
+    monkeypatch.setattr("sys.stdout", pipe)
+    assert aquiline("chat", *WORDS, *form).code == 0
+    assert len(asking.answers) == 3
+    if form:
+        records = [json.loads(line) for line in pipe.getvalue().split("\n")[:-1]]
+        assert [record["prompt"] for record in records] == ["One", "Two"]
+        assert all(len(record["token_ids"]) == 4 and record["seed"] >= 0 for record in records)
+
+
+def test_outputs_are_printed_as_soon_as_they_are_there(aquiline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aquiline.loading import Loaded
+
+    pipe, lines = Pipe(), list[int]()
+    stream = Loaded.stream
+
+    def watched(*arguments: Any, **settings: Any) -> Iterator[Any]:
+        for event in stream(*arguments, **settings):
+            lines.append(pipe.seen.count("\n"))
+            yield event
+
+    monkeypatch.setattr(Loaded, "stream", watched)
+    monkeypatch.setattr("sys.stdout", pipe)
+    assert aquiline("generate", "One", "Two", "Three", *WORDS, "--rows", 1, "--json").code == 0
+    assert lines == sorted(lines) and set(lines) == {0, 1, 2}
+    assert [json.loads(line)["prompt"] for line in pipe.getvalue().split("\n")[:-1]] == ["One", "Two", "Three"]
+
+
+def test_only_a_line_feed_ends_a_line(aquiline: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = ["a\u2028b", "c\u0085d", "e\x1cf"]
+    file = base / "odd.jsonl"
+    file.write_text(
+        "".join(json.dumps(text, ensure_ascii=False) + "\r\n" for text in odd), encoding="utf-8", newline=""
+    )
+    result = aquiline("generate", "--file", file, "--json", *WORDS)
+    assert result.code == 0, result.err
+    assert [json.loads(line)["prompt"] for line in result.out.split("\n")[:-1]] == odd
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\x0ctwo\nthree\n"))
+    result = aquiline("generate", "--file", "-", "--json", *WORDS)
+    assert [json.loads(line)["prompt"] for line in result.out.split("\n")[:-1]] == ["one\x0ctwo", "three"]
