@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import KVCache
-from aquiline.targets.attention import attention_mask, place
+from aquiline.targets.attention import Placement, attention_mask, place
 from aquiline.targets.prepack import Sizes
 from aquiline.targets.rope import RotaryTable
 
@@ -108,17 +108,12 @@ def open_frame(
     batch, width = positions.shape
     placement = place(cache, rows, width, offset, KEY_BLOCK if exact else 1)
     starts, group = placement.starts, sizes.group
-    if exact and (ancestors is None or not _looks_ahead(ancestors, starts, offset)):
-        pieces = exact_pieces(rows, starts, real or width)
-    else:
-        pieces = plain_pieces(rows, starts, real or width, placement.span if exact else 0)
+    pieces = _pieces(placement, rows, ancestors, real or width, exact)
     padding = -(-3 // group) if exact else 0  # dummy nodes that a piece may need, at most
-    masks = {}
-    for window in set(windows):
-        mask = attention_mask(placement, positions, ancestors, window, rotary.dtype)
-        if mask is not None and width + padding > 1:
-            mask = torch.nn.functional.pad(mask, (0, 0, 0, padding)).repeat_interleave(group, dim=1)
-        masks[window] = None if mask is None else mask[:, None]
+    masks = {
+        window: _folded(attention_mask(placement, positions, ancestors, window, rotary.dtype), padding, group)
+        for window in set(windows)
+    }
     half, cos, sin = _angles(positions, rotary, placement.span, sizes.dim)
     make = cos.new_zeros if padding else cos.new_empty
     buffer = make(batch, width + padding, group, sizes.kv_heads, sizes.dim)
@@ -141,6 +136,22 @@ def open_frame(
         masks=[[seen[window] for window in windows] for _, seen in windowed],
         exact=exact,
     )
+
+
+def _folded(mask: Tensor | None, padding: int, group: int) -> Tensor | None:
+    """A mask (B, T, span) for query heads that are folded into the rows: (B, 1, (T + padding) · group, span)."""
+    if mask is not None and mask.shape[1] + padding > 1:
+        mask = torch.nn.functional.pad(mask, (0, 0, 0, padding)).repeat_interleave(group, dim=1)
+    return None if mask is None else mask[:, None]
+
+
+def _pieces(
+    placement: Placement, rows: Sequence[int], ancestors: Tensor | None, width: int, exact: bool
+) -> list[Piece]:
+    """Exact pieces where they are wanted and no node sees a later slot, else plain ones."""
+    if exact and (ancestors is None or not _looks_ahead(ancestors, placement.starts, placement.offset)):
+        return exact_pieces(rows, placement.starts, width)
+    return plain_pieces(rows, placement.starts, width, placement.span if exact else 0)
 
 
 def plain_pieces(rows: Sequence[int], starts: Sequence[int], width: int, span: int = 0) -> list[Piece]:
