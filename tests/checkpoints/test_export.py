@@ -170,6 +170,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"eagle_aux_hidden_state_layer_ids": [1, 5, 7]}, "starts with 1"),
     ("gguf", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0}}, "'yarn' rope scaling"),
     ("safeailab", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}, "'linear' rope"),
+    ("openvino", {"eagle_aux_hidden_state_layer_ids": [0, 5, 7]}, r"outputs of layers in their order, .* \(0, 5, 7\)"),
+    ("openvino", {"eagle_aux_hidden_state_layer_ids": [5, 2, 7]}, r"outputs of layers in their order, .* \(5, 2, 7\)"),
     ("openvino", {"tensors": {"embed_tokens.weight": torch.ones(V, H)}}, "always takes the target's embedding"),
     ("vllm", {"hidden_act": "gelu_pytorch_tanh"}, "runs silu only"),
 ]
@@ -338,19 +340,27 @@ def test_openvino_runs_its_own_exporter(tmp_path: Path, monkeypatch: pytest.Monk
     """A stand-in for optimum-cli keeps what it was given."""
     script = tmp_path / "optimum-cli"
     script.write_text(
-        '#!/bin/sh\nfor last; do :; done\nmkdir -p "$last"\necho "$@" > "$last/openvino_model.xml"\n'
+        '#!/bin/sh\nfor last; do :; done\nmkdir -p "$last"\necho "$@" > "$last/said"\n'
         'cp "$4/config.json" "$last/given.json"\n'
+        'echo \'<rt_info><eagle3_mode value="True" /></rt_info>\' > "$last/openvino_model.xml"\n'
     )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv(COMMAND_VARIABLE, str(script))
     report = export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out", TARGET, target_name="some/target")
-    said = (tmp_path / "out" / "openvino_model.xml").read_text()
+    said = (tmp_path / "out" / "said").read_text()
     assert re.match(r"export openvino -m \S+ --task text-generation-with-past --trust-remote-code", said)
     assert "--weight-format fp32" in said  # float16 would lose bits of bfloat16
     given = json.loads((tmp_path / "out" / "given.json").read_text())
     assert given["architectures"] == ["LlamaForCausalLMEagle3"] and "draft_model" in report.snippet
+    # OpenVINO GenAI names layers by their outputs: what enters layers 2, 5, 7 are the outputs of 1, 4, 6.
+    assert '<hidden_layers_list value="1 4 6" />' in (tmp_path / "out" / "openvino_model.xml").read_text()
+    assert {*report.files} == {path.name for path in (tmp_path / "out").iterdir()}
     script.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     with pytest.raises(RuntimeError, match=r"optimum-cli failed \(3\): broken"):
+        export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out2", TARGET)
+    assert not list((tmp_path / "out2").iterdir())
+    script.write_text('#!/bin/sh\nfor last; do :; done\nmkdir -p "$last"\necho x > "$last/openvino_model.xml"\n')
+    with pytest.raises(RuntimeError, match="optimum-cli wrote a graph without <eagle3_mode"):
         export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out2", TARGET)
     monkeypatch.delenv(COMMAND_VARIABLE)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))

@@ -102,7 +102,7 @@ _ENGINES = {
     "gguf": _Engine(
         "llama.cpp", flags=("norm_before_residual", "norm_before_fc"), ropes=("default", "linear", "llama3")
     ),
-    "openvino": _Engine("OpenVINO GenAI", own_embedding=False, other_width=False, any_features=False),
+    "openvino": _Engine("OpenVINO GenAI", own_embedding=False, other_width=False),
 }
 FORMATS = tuple(_ENGINES)
 
@@ -174,6 +174,10 @@ def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
         ),
         (layer.rope.kind not in engine.ropes, f"it does not read {layer.rope.kind!r} rope scaling"),
         (layer.activation != "silu", f"it runs silu only, this head has {layer.activation}"),
+        (
+            to == "openvino" and config.kind == "eagle3" and not _ascending_outputs(config.features),
+            f"it reads outputs of layers in their order, this head reads {config.features}",
+        ),
     ]
     reasons = [f"{engine.title}: {text}" for applies, text in checks if applies]
     return reasons + (_sglang_ids(config.features, target)[1] if to == "sglang" and config.kind == "eagle3" else [])
@@ -181,6 +185,12 @@ def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
 
 def _default_features(target: TargetShape) -> tuple[Feature, ...] | None:
     return eagle3_layers(target.num_layers) if target.num_layers >= 7 else None
+
+
+def _ascending_outputs(features: tuple[Feature, ...]) -> bool:
+    """True for features that are outputs of layers, the lower ones first."""
+    ids = [int(feature) for feature in features]
+    return ids[0] >= 1 and ids == sorted(ids)
 
 
 def _sglang_ids(features: tuple[Feature, ...], target: TargetShape) -> tuple[list[int] | None, list[str]]:

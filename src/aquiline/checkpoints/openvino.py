@@ -11,6 +11,8 @@ from pathlib import Path
 from aquiline.checkpoints.safeailab import file_tensors, llama_config, write_folder
 from aquiline.checkpoints.stored_head import StoredHead
 
+_GRAPH = "openvino_model.xml"
+_EAGLE3_MARK = '<eagle3_mode value="True" />'
 _WEIGHT_FORMATS = {"torch.float32": "fp32", "torch.float64": "fp32", "torch.float16": "fp16", "torch.bfloat16": "fp32"}
 COMMAND_VARIABLE = "AQUILINE_OPTIMUM_CLI"
 
@@ -28,7 +30,7 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
 
     Raises:
         ValueError: if the command is not installed.
-        RuntimeError: if it fails; with the end of what it said.
+        RuntimeError: if it fails, with the end of what it said, or writes another kind of graph.
     """
     command = os.environ.get(COMMAND_VARIABLE) or shutil.which("optimum-cli")
     if command is None:
@@ -38,13 +40,34 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
         )
     chosen = weight_format or _WEIGHT_FORMATS[str(stored.dtype)]
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        write_folder(scratch, llama_config(stored.config, stored.dtype), file_tensors(stored))
-        arguments = ["export", "openvino", "-m", scratch, "--task", "text-generation-with-past"]
+    with tempfile.TemporaryDirectory(dir=output) as scratch:
+        source, made = Path(scratch) / "head", Path(scratch) / "made"
+        write_folder(source, llama_config(stored.config, stored.dtype), file_tensors(stored))
+        arguments = ["export", "openvino", "-m", str(source), "--task", "text-generation-with-past"]
         # The draft network is optimum-intel's own; without this flag it would load a plain Llama.
-        arguments += ["--trust-remote-code", "--weight-format", chosen, str(output)]
+        arguments += ["--trust-remote-code", "--weight-format", chosen, str(made)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run([command, *arguments], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode or not list(output.glob("openvino_model.xml")):
-        raise RuntimeError(f"optimum-cli failed ({done.returncode}): {(done.stderr or done.stdout)[-2000:]}")
-    return tuple(sorted(path.name for path in output.iterdir() if path.name != "README.md"))
+        if done.returncode or not (made / _GRAPH).is_file():
+            raise RuntimeError(f"optimum-cli failed ({done.returncode}): {(done.stderr or done.stdout)[-2000:]}")
+        _name_layers(made / _GRAPH, [int(feature) - 1 for feature in stored.config.features])
+        names = tuple(sorted(path.name for path in made.iterdir()))
+        for name in names:
+            os.replace(made / name, output / name)
+    return names
+
+
+def _name_layers(graph: Path, outputs: list[int]) -> None:
+    """Writes into a graph which of the target's layers the head reads, counted as their outputs.
+
+    Without this list, OpenVINO GenAI takes the outputs of the layers 2, n//2 and n−3, where the reference takes what
+    enters them, and the head reads features that are one layer too late.
+    """
+    text = graph.read_text(encoding="utf-8")
+    if text.count(_EAGLE3_MARK) != 1:
+        raise RuntimeError(
+            f"optimum-cli wrote a graph without {_EAGLE3_MARK}, so OpenVINO GenAI would not run it as an EAGLE-3 head; "
+            "use the version of optimum-intel that interop/run_openvino.sh installs"
+        )
+    layers = f'<hidden_layers_list value="{" ".join(map(str, outputs))}" />'
+    graph.write_text(text.replace(_EAGLE3_MARK, f"{_EAGLE3_MARK}\n\t\t{layers}"), encoding="utf-8")
