@@ -1,19 +1,25 @@
-"""Shared by the conformance scripts: prompts, our own chain decoding, and the comparison.
+"""Shared by the conformance scripts: what is compared, our own chain decoding, and the comparison.
 
 Runs in this project's environment. Engines run in their own environments and exchange JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
+from pieces import HERE, Piece, add, collect, digest
 
 from aquiline.checkpoints.heads import read_any_head
+from aquiline.checkpoints.targets import resolve_target, target_fingerprint
 from aquiline.decode import Row, free, new_state, prefill, step
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.tree_policy import Chain
@@ -21,7 +27,59 @@ from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder, config_from_hf, load_state
 
-HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+# What our own results depend on: this file and the modules that it loads.
+_CODE = digest(Path(__file__), *sorted(Path(m.__file__ or "") for n, m in sys.modules.items() if n[:9] == "aquiline."))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an engine and our own decoding are compared on.
+
+    Attributes:
+        head: the head's folder.
+        target: the target's folder.
+        prompts: token ids.
+        end: end tokens.
+        k: drafts a step.
+        limit: tokens a prompt.
+        record: whether the numbers go into interop/results.
+    """
+
+    head: Path
+    target: Path
+    prompts: list[list[int]]
+    end: list[int]
+    k: int
+    limit: int
+    record: bool
+
+    def name(self, series: str, *parts: object) -> str:
+        """Name of a series of results of this head (see `pieces`)."""
+        return self.plain_name(series, self.k, *parts, self.head.name, digest(self.head))
+
+    def plain_name(self, series: str, *parts: object) -> str:
+        """Name of a series of results of this target that no head has a part in."""
+        return "-".join(map(str, (series, *parts, self.limit, target_fingerprint(self.target)[:8])))
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all comparisons share."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("head", type=Path, help="folder of the head")
+    made.add_argument("--target", default="smollm2")
+    made.add_argument("--k", type=int, default=4, help="drafts a step")
+    made.add_argument("--limit", type=int, default=96, help="tokens a prompt")
+    made.add_argument("--prompts", type=int, default=24, help="so many of prompts.jsonl")
+    made.add_argument("--record", action="store_true", help="write the numbers into interop/results")
+    return made
+
+
+def task_of(args: argparse.Namespace) -> Task:
+    """What the options ask for."""
+    folder = resolve_target(args.target, print)
+    prompts, end = encode_prompts(folder, read_prompts(args.prompts))
+    return Task(args.head.resolve(), folder, prompts, end, args.k, args.limit, args.record)
 
 
 def load_target(folder: Path) -> Decoder:
@@ -52,66 +110,70 @@ def encode_prompts(folder: Path, prompts: Sequence[str]) -> tuple[list[list[int]
     return ids, end if isinstance(end, list) else [end]
 
 
+def our_chains(task: Task, *, like_llamacpp: bool = False) -> Piece:
+    """Our own decoding with chains of k drafts, prompt by prompt; see `decode`."""
+
+    def run(prompts: list[list[int]], file: TextIO) -> None:
+        target = load_target(task.target)
+        head, report = read_any_head(task.head, target.shape)
+        print(report, flush=True)
+        drafter = EagleDrafter(head, target, Chain(task.k))
+        for prompt in prompts:
+            piece = decode(target, drafter, prompt, task.end, task.limit, like_llamacpp=like_llamacpp)
+            add(file, {"prompts": [prompt], **piece})
+
+    name = task.name("aquiline-like-llamacpp" if like_llamacpp else "aquiline", _CODE)
+    return collect(name, task.prompts, run, "Aquiline's chains")
+
+
 @torch.inference_mode()
-def our_chain(
+def decode(
     target: Decoder,
-    head_path: Path | None,
-    prompts: Sequence[Sequence[int]],
+    drafter: EagleDrafter | None,
+    prompt: Sequence[int],
     end: Sequence[int],
-    k: int,
     limit: int,
     *,
     like_llamacpp: bool = False,
-) -> dict[str, Any]:
-    """Greedy decoding with chains of k drafts, or plain decoding without a head.
+) -> Piece:
+    """Greedy decoding of one prompt in chains, or plain decoding without a drafter.
 
     Every step drafts k tokens, also beyond the budget and the end, as vLLM and OpenVINO do.
 
     Args:
         target: our decoder.
-        head_path: the head, or None for plain decoding.
-        prompts: token ids.
+        drafter: of chains, or None.
+        prompt: token ids.
         end: end tokens.
-        k: drafts a step.
-        limit: tokens a prompt.
+        limit: tokens.
         like_llamacpp: the first chain starts at the last prompt token, not behind the first new
             one; a chain is no longer than what the budget leaves, but whole again where it leaves
             nothing; and decoding ends behind the budget, not at it.
 
     Returns:
-        outputs: token ids of each prompt, cut behind the first end token and at `limit`.
+        outputs: its token ids, cut behind the first end token and at `limit`.
         drafts: verified chains. accepted: chains that accepted at least 1, 2, … k drafts.
     """
-    drafter = None
-    if head_path is not None:
-        head, report = read_any_head(head_path, target.shape)
-        print(report)
-        drafter = EagleDrafter(head, target, Chain(k))
-    outputs, drafts, accepted = [], 0, [0] * k
-    for prompt in prompts:
-        state = new_state(target, drafter, 1, len(prompt) + limit + 2 * k + 2)
-        request = Row(list(prompt), TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
-        if like_llamacpp:
-            # The prefill "chooses" the last prompt token.
-            chooser, request.tokens, last = request.chooser, list(prompt[:-1]), prompt[-1]
-            request.chooser = lambda logits, prefix, last=last: last  # type: ignore[assignment]
-            prefill(target, drafter, state, 0, request)
-            request.chooser, emitted = chooser, []
-        else:
-            emitted = prefill(target, drafter, state, 0, request).tokens
-        last = limit + 1 if like_llamacpp else limit
-        while len(emitted) < last and not set(emitted) & set(end):
-            depth = None
-            if like_llamacpp and limit - len(emitted) > 1:
-                depth = min(k, limit - len(emitted) - 1)
-            emitted = emitted + step(target, drafter, state, [0], max_depth=depth)[0].tokens
-        free(drafter, state, 0)
-        outputs.append(cut(emitted, end, last))
-        if drafter is not None:
-            drafts += request.stats.steps
-            for i, count in enumerate(request.stats.accepted_at):
-                accepted[i] += count
-    return {"outputs": outputs, "drafts": drafts, "accepted": accepted}
+    k = drafter.policy.depth if drafter else 0
+    state = new_state(target, drafter, 1, len(prompt) + limit + 2 * k + 2)
+    request = Row(list(prompt), TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
+    if like_llamacpp:
+        # The prefill "chooses" the last prompt token.
+        chooser, request.tokens = request.chooser, list(prompt[:-1])
+        request.chooser = lambda logits, prefix: prompt[-1]  # type: ignore[assignment]
+        prefill(target, drafter, state, 0, request)
+        request.chooser, emitted = chooser, []
+    else:
+        emitted = prefill(target, drafter, state, 0, request).tokens
+    last = limit + 1 if like_llamacpp else limit
+    while len(emitted) < last and not set(emitted) & set(end):
+        depth = None
+        if like_llamacpp and limit - len(emitted) > 1:
+            depth = min(k, limit - len(emitted) - 1)
+        emitted = emitted + step(target, drafter, state, [0], max_depth=depth)[0].tokens
+    free(drafter, state, 0)
+    accepted = [*request.stats.accepted_at, *[0] * k][:k]
+    return {"outputs": [cut(emitted, end, last)], "drafts": request.stats.steps if k else 0, "accepted": accepted}
 
 
 def cut(tokens: Sequence[int], end: Sequence[int], limit: int) -> list[int]:
@@ -120,7 +182,7 @@ def cut(tokens: Sequence[int], end: Sequence[int], limit: int) -> list[int]:
     return list(tokens[: min([*stops, limit])])
 
 
-def counts_table(engine: str, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+def counts_table(engine: str, ours: Piece, theirs: Piece) -> str:
     """A Markdown table of acceptance counts."""
     lines = [f"| chains that accepted at least | {engine} | Aquiline | ratio |", "|---|---|---|---|"]
     rows = [("0 (all)", theirs["drafts"], ours["drafts"])]
@@ -129,7 +191,7 @@ def counts_table(engine: str, ours: dict[str, Any], theirs: dict[str, Any]) -> s
     return "\n".join(lines) + "\n"
 
 
-def within(ours: dict[str, Any], theirs: dict[str, Any], share: float = 0.02) -> bool:
+def within(ours: Piece, theirs: Piece, share: float = 0.02) -> bool:
     """True if chains and acceptances of each depth agree within `share`, or differ by one or two."""
     pairs = zip([theirs["drafts"], *theirs["accepted"]], [ours["drafts"], *ours["accepted"]], strict=True)
     return all(abs(a - b) <= max(2, share * b) for a, b in pairs)
@@ -141,38 +203,59 @@ def head_identity(head: Path) -> dict[str, str]:
     return {"head": head.resolve().name, "model.safetensors": weights}
 
 
-def summary(
-    head: Path, engine: str, ours: dict[str, Any], theirs: dict[str, Any], agreements: tuple[str, str], **more: Any
-) -> dict[str, Any]:
-    """The numbers of a run, in one shape for all engines.
+def conclude(
+    task: Task, name: str, engine: str, ours: Piece, theirs: Piece, agreements: tuple[str, str], **more: Any
+) -> None:
+    """Prints how an engine and our decoding compare, and records it if that was asked for.
 
     Args:
-        head: the head's folder.
+        task: what they were compared on.
+        name: of the engine in file names.
         engine: name and version.
         ours, theirs: with drafts and accepted.
         agreements: of the engine's drafted outputs with ours, and with its own plain decoding.
-        more: settings and versions.
+        more: what else to record.
+
+    Raises:
+        SystemExit: if the counts differ by more than 2 %.
     """
-    counts = {
-        name: {key: run[key] for key in ("drafts", "accepted")} for name, run in (("theirs", theirs), ("ours", ours))
-    }
-    outputs = {"outputs_as_ours": agreements[0], "outputs_as_plain": agreements[1]}
-    return {"engine": engine, **head_identity(head), "dtype": "float32", **more, **counts, **outputs}
+    print(counts_table(engine, ours, theirs))
+    print(f"Outputs with drafts, {engine} and Aquiline: {agreements[0]}.")
+    print(f"Outputs of {engine} with drafts and plain: {agreements[1]}.")
+    if task.record:
+        counts = {
+            side: {key: run[key] for key in ("drafts", "accepted")}
+            for side, run in (("theirs", theirs), ("ours", ours))
+        }
+        record(
+            f"{name}-{task.head.name}",
+            {
+                "engine": engine,
+                **head_identity(task.head),
+                "dtype": "float32",
+                "k": task.k,
+                "limit": task.limit,
+                "prompts": len(task.prompts),
+                **more,
+                **counts,
+                "outputs_as_ours": agreements[0],
+                "outputs_as_plain": agreements[1],
+            },
+        )
+    if not within(ours, theirs):
+        raise SystemExit("the counts differ by more than 2 %")
 
 
-def write_summary(path: Path, content: dict[str, Any]) -> None:
-    """Writes the numbers of a run, small enough to be kept."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def record(name: str, content: dict[str, Any]) -> None:
+    """Writes the numbers of a run, small enough to be kept, into interop/results."""
+    RESULTS.mkdir(exist_ok=True)
+    content = {**content, "recorded": date.today().isoformat()}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def compare(engine: str, ours: dict[str, Any], theirs: dict[str, Any], plain: dict[str, Any]) -> str:
-    """The table, and how the outputs agree."""
-    return (
-        counts_table(engine, ours, theirs)
-        + f"\nOutputs with drafts, {engine} and Aquiline: {agreement(theirs['outputs'], ours['outputs'])}."
-        + f"\nOutputs of {engine} with drafts and plain: {agreement(theirs['outputs'], plain['outputs'])}."
-    )
+def agreements(ours: Piece, theirs: Piece, plain: Piece) -> tuple[str, str]:
+    """How an engine's drafted outputs agree with ours, and with its own plain ones."""
+    return agreement(theirs["outputs"], ours["outputs"]), agreement(theirs["outputs"], plain["outputs"])
 
 
 def agreement(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> str:

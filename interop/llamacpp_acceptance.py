@@ -1,47 +1,47 @@
 """Compares acceptance in llama.cpp with our own chain drafting, same prompts, same k, float32.
 
-    python interop/llamacpp_acceptance.py HEAD --llamacpp SOURCE --build BUILD [--k 4] [--limit 128]
+    python interop/llamacpp_acceptance.py HEAD --llamacpp SOURCE --build BUILD [--k 4] [--limit 96] [--prompts 24]
 
 The target becomes a float32 GGUF file by llama.cpp's own converter; the head by our export. LLAMACPP_PACKAGES
-names a folder with what the converter imports and this environment lacks.
+names a folder with what the converter imports and this environment lacks. Converted models and the results of each
+prompt are kept under interop/.work, so that a run that is cut off goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from common import (
-    counts_table,
-    encode_prompts,
-    load_target,
-    our_chain,
-    read_prompts,
-    summary,
-    within,
-    write_summary,
-)
+from common import Task, conclude, our_chains, parser, task_of
+from pieces import WORK, Run, add, collect, digest
 from transformers import AutoTokenizer
 
+from aquiline.checkpoints.cache_folder import build_once
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.target_shape import target_shape
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.checkpoints.targets import target_fingerprint
 
 
-def convert_target(source: Path, folder: Path, output: Path) -> None:
-    """Writes the target as float32 GGUF with llama.cpp's converter."""
-    packages = [str(source / "gguf-py"), os.environ.get("LLAMACPP_PACKAGES", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, packages))}
-    command = [sys.executable, "convert_hf_to_gguf.py", str(folder), "--outtype", "f32", "--outfile", str(output)]
-    done = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"convert_hf_to_gguf.py ended with {done.returncode}:\n{done.stderr[-3000:]}")
+def converted_target(source: Path, task: Task, version: str) -> Path:
+    """The target as float32 GGUF, written once with llama.cpp's converter."""
+
+    def build(folder: Path) -> None:
+        print("converting the target", flush=True)
+        packages = [str(source / "gguf-py"), os.environ.get("LLAMACPP_PACKAGES", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, packages))}
+        command = [sys.executable, "convert_hf_to_gguf.py", str(task.target), "--outtype", "f32"]
+        command += ["--outfile", str(folder / "target.gguf")]
+        done = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"convert_hf_to_gguf.py ended with {done.returncode}:\n{done.stderr[-3000:]}")
+
+    stamp = {"target": target_fingerprint(task.target), "llama.cpp": version}
+    folder = WORK / f"llamacpp-{task.target.name}-{digest(*stamp.values())}"
+    return build_once(folder, stamp, build) / "target.gguf"
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -93,52 +93,54 @@ def same_text(left: str, right: str) -> bool:
     return left.startswith(right) or right.startswith(left)
 
 
+def drafted(task: Task, prompts: dict[tuple[int, ...], str], program: Path, target: Path, head: Path) -> Run:
+    """Makes pieces of prompts with drafts; `prompts` are the texts of token ids."""
+
+    def run_all(rest: list[list[int]], file: TextIO) -> None:
+        for ids in rest:
+            piece = run_drafted(program, target, head, prompts[tuple(ids)], task.k, task.limit)
+            if piece.pop("prompt_tokens") != len(ids):
+                raise SystemExit("llama.cpp reads the prompts as other tokens")
+            add(file, {"prompts": [ids], "outputs": [piece.pop("text")], **piece})
+
+    return run_all
+
+
+def plain(task: Task, prompts: dict[tuple[int, ...], str], program: Path, target: Path) -> Run:
+    """Makes pieces of prompts without drafts."""
+
+    def run_all(rest: list[list[int]], file: TextIO) -> None:
+        for ids in rest:
+            add(file, {"prompts": [ids], "outputs": [run_plain(program, target, prompts[tuple(ids)], task.limit)]})
+
+    return run_all
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("head", type=Path)
-    parser.add_argument("--llamacpp", type=Path, required=True)
-    parser.add_argument("--build", type=Path, required=True)
-    parser.add_argument("--version", default="unknown", help="of the sources, for the summary")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--limit", type=int, default=128)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="where to write counts and agreement")
-    args = parser.parse_args()
-    folder = resolve_target(args.target, print)
-    ids, end = encode_prompts(folder, read_prompts(args.prompts))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [tokenizer.decode(prompt) for prompt in ids]
-    with tempfile.TemporaryDirectory() as name:
-        target, head = Path(name) / "target.gguf", Path(name) / "head.gguf"
-        convert_target(args.llamacpp, folder, target)
-        print(export_head(args.head, "gguf", head, target_shape(folder), target_gguf=target))
-        bin_folder = args.build / "bin"
-        drafted = [
-            run_drafted(bin_folder / "llama-speculative-simple", target, head, prompt, args.k, args.limit)
-            for prompt in prompts
-        ]
-        plain = [run_plain(bin_folder / "llama-simple", target, prompt, args.limit) for prompt in prompts]
-    if [run["prompt_tokens"] for run in drafted] != [len(prompt) for prompt in ids]:
-        raise SystemExit("llama.cpp reads the prompts as other tokens")
-    theirs = {
-        "drafts": sum(run["drafts"] for run in drafted),
-        "accepted": [sum(run["accepted"][i] for run in drafted) for i in range(args.k)],
-    }
-    ours = our_chain(load_target(folder), args.head, ids, end, args.k, args.limit, like_llamacpp=True)
-    print(counts_table("llama.cpp", ours, theirs))
-    texts = [tokenizer.decode([i for i in tokens if i not in end]) for tokens in ours["outputs"]]
-    with_ours = sum(same_text(run["text"], text) for run, text in zip(drafted, texts, strict=True))
-    with_plain = sum(same_text(run["text"], text) for run, text in zip(drafted, plain, strict=True))
-    agreements = f"{with_ours} of {len(texts)} equal texts", f"{with_plain} of {len(texts)} equal texts"
-    print(f"Texts with drafts, llama.cpp and Aquiline: {agreements[0]}.")
-    print(f"Texts of llama.cpp with drafts and plain: {agreements[1]}.")
-    if args.json:
-        settings = {"k": args.k, "limit": args.limit, "prompts": len(prompts)}
-        engine = f"llama.cpp (llama-cpp-python {args.version})"
-        write_summary(args.json, summary(args.head, engine, ours, theirs, agreements, **settings))
-    if not within(ours, theirs):
-        raise SystemExit("the counts differ by more than 2 %")
+    options = parser(__doc__)
+    options.add_argument("--llamacpp", type=Path, required=True)
+    options.add_argument("--build", type=Path, required=True)
+    options.add_argument("--version", default="unknown", help="of the sources, for the summary")
+    args = options.parse_args()
+    task = task_of(args)
+    tokenizer = AutoTokenizer.from_pretrained(task.target)
+    prompts = {tuple(ids): tokenizer.decode(ids) for ids in task.prompts}
+    target = converted_target(args.llamacpp, task, args.version)
+    head = WORK / f"{task.name('llamacpp')}.gguf"
+    print(export_head(task.head, "gguf", head, target_shape(task.target), target_gguf=target), flush=True)
+    series, programs = f"llamacpp-{args.version}", args.build / "bin"
+    run = drafted(task, prompts, programs / "llama-speculative-simple", target, head)
+    theirs = collect(f"{task.name(series)}-{digest(head)}", task.prompts, run, "llama.cpp with drafts")
+    run = plain(task, prompts, programs / "llama-simple", target)
+    plainly = collect(task.plain_name(f"{series}-plain"), task.prompts, run, "llama.cpp, plain")
+    ours = our_chains(task, like_llamacpp=True)
+    texts = [tokenizer.decode([i for i in tokens if i not in task.end]) for tokens in ours["outputs"]]
+    agreed = [
+        f"{sum(same_text(a, b) for a, b in zip(theirs['outputs'], other, strict=True))} of {len(other)} equal texts"
+        for other in (texts, plainly["outputs"])
+    ]
+    engine = f"llama.cpp (llama-cpp-python {args.version})"
+    conclude(task, "llamacpp", engine, ours, theirs, (agreed[0], agreed[1]))
 
 
 if __name__ == "__main__":

@@ -1,89 +1,74 @@
 """Compares acceptance in OpenVINO GenAI with our own chain drafting, same prompts, same k, float32.
 
-python interop/openvino_acceptance.py HEAD --python OPENVINO_PYTHON [--k 4] [--limit 128] [--prompts 32]
+    python interop/openvino_acceptance.py HEAD --python OPENVINO_PYTHON [--k 4] [--limit 96] [--prompts 24]
+
+AQUILINE_OPTIMUM_CLI names the converter. Converted models are kept under interop/.work, as are the results of each
+prompt, so that a run that is cut off goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
-from common import (
-    HERE,
-    agreement,
-    compare,
-    encode_prompts,
-    load_target,
-    our_chain,
-    read_prompts,
-    summary,
-    within,
-    write_summary,
-)
+from common import Task, agreements, conclude, our_chains, parser, task_of
+from pieces import WORK, collect, digest, engine, installed_version
 
+from aquiline.checkpoints import openvino, safeailab
+from aquiline.checkpoints.cache_folder import build_once
 from aquiline.checkpoints.export import export_head
+from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.checkpoints.targets import target_fingerprint
 
 
-def run(command: list[str], log: Path) -> None:
-    """Runs a command; shows the end of what it said if it fails."""
-    with log.open("w") as stream:
-        result = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False)
-    if result.returncode:
-        print(log.read_text()[-6000:], file=sys.stderr)
-        raise SystemExit(f"{command[0]} failed")
+def converted_target(task: Task, optimum: str) -> Path:
+    """The target as an OpenVINO model in float32, converted once."""
+    stamp = {"target": target_fingerprint(task.target), "optimum-intel": optimum}
+
+    def build(folder: Path) -> None:
+        print("converting the target", flush=True)
+        command = [os.environ["AQUILINE_OPTIMUM_CLI"], "export", "openvino", "-m", str(task.target)]
+        command += ["--task", "text-generation-with-past", "--weight-format", "fp32", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"optimum-cli ended with {done.returncode}:\n{done.stderr[-4000:]}")
+
+    return build_once(WORK / f"openvino-{task.target.name}-{stamp['target'][:8]}", stamp, build)
 
 
-def run_engine(python: str, job: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """Runs engine_openvino.py in OpenVINO's environment."""
-    (scratch / "job.json").write_text(json.dumps(job))
-    files = [str(scratch / "job.json"), str(scratch / "out.json")]
-    run([python, str(HERE / "engine_openvino.py"), *files], scratch / "engine.log")
-    return json.loads((scratch / "out.json").read_text())
+def converted_head(task: Task, optimum: str) -> Path:
+    """The head as `aquiline export --to openvino` writes it, converted once."""
+    config = read_stored_head(task.head, target_shape(task.target))[0].config
+    code = digest(*(Path(module.__file__ or "") for module in (openvino, safeailab)))
+    stamp = {"head": digest(task.head), "config": digest(config), "exporter": code, "optimum-intel": optimum}
+
+    def build(folder: Path) -> None:
+        print("converting the head", flush=True)
+        print(export_head(task.head, "openvino", folder, target_shape(task.target), target_name=str(task.target)))
+
+    return build_once(WORK / f"openvino-{task.head.name}-{digest(*stamp.values())}", stamp, build)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("head", type=Path)
-    parser.add_argument("--python", required=True, help="interpreter of the environment with OpenVINO GenAI")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--limit", type=int, default=128)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="where to write counts and agreement")
-    args = parser.parse_args()
-
-    folder = resolve_target(args.target, print)
-    prompts, end = encode_prompts(folder, read_prompts(args.prompts))
-    job = {"k": args.k, "limit": args.limit, "end": end, "prompts": prompts}
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        target, head = str(scratch / "target"), str(scratch / "head")
-        settings = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
-        optimum = os.environ["AQUILINE_OPTIMUM_CLI"]
-        run([optimum, "export", "openvino", "-m", str(folder), *settings, target], scratch / "target.log")
-        print(export_head(args.head, "openvino", head, target_shape(folder), target_name=str(folder)))
-        plain = run_engine(args.python, {**job, "target": target, "head": None}, scratch)
-        theirs = run_engine(args.python, {**job, "target": target, "head": head}, scratch)
-    ours = our_chain(load_target(folder), args.head, prompts, end, args.k, args.limit)
-    print(f"OpenVINO GenAI {theirs['versions']['openvino_genai']}: its own counters say {theirs['counters']}")
-    print(compare("OpenVINO", ours, theirs, plain))
-    if args.json:
-        settings = {"k": args.k, "limit": args.limit, "prompts": len(prompts), "versions": theirs["versions"]}
-        agreements = agreement(theirs["outputs"], ours["outputs"]), agreement(theirs["outputs"], plain["outputs"])
-        engine = f"OpenVINO GenAI {theirs['versions']['openvino_genai']}"
-        write_summary(
-            args.json, summary(args.head, engine, ours, theirs, agreements, counters=theirs["counters"], **settings)
-        )
-    if not within(ours, theirs):
-        raise SystemExit("the counts differ by more than 2 %")
+    options = parser(__doc__)
+    options.add_argument("--python", required=True, help="interpreter of the environment with OpenVINO GenAI")
+    args = options.parse_args()
+    task = task_of(args)
+    version, optimum = (installed_version(args.python, name) for name in ("openvino-genai", "optimum-intel"))
+    target, head = converted_target(task, optimum), converted_head(task, optimum)
+    job = {"k": task.k, "limit": task.limit, "end": task.end, "target": str(target), "head": str(head)}
+    series = f"openvino-{version}"
+    run = engine(args.python, "engine_openvino.py", job)
+    name = f"{task.name(series)}-{head.name[-8:]}"
+    theirs = collect(name, task.prompts, run, "OpenVINO with drafts")
+    run = engine(args.python, "engine_openvino.py", {**job, "head": None})
+    plain = collect(task.plain_name(f"{series}-plain"), task.prompts, run, "OpenVINO, plain")
+    ours = our_chains(task)
+    print(f"OpenVINO GenAI's own counters say {theirs['counters']}")
+    more = {"counters": theirs["counters"], "versions": theirs["versions"] | {"optimum-intel": optimum}}
+    conclude(task, "openvino", f"OpenVINO GenAI {version}", ours, theirs, agreements(ours, theirs, plain), **more)
 
 
 if __name__ == "__main__":

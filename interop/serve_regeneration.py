@@ -21,9 +21,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from common import encode_prompts, load_target, our_chain, read_prompts, write_summary
+from common import decode, encode_prompts, head_identity, load_target, read_prompts, record
 from transformers import AutoTokenizer
 
+from aquiline.checkpoints.head_names import resolve_head
 from aquiline.checkpoints.targets import resolve_target
 
 AQUILINE = [sys.executable, "-m", "aquiline.cli"]
@@ -84,12 +85,12 @@ def regenerate(url: str, model: str, prompts: list[str], budget: int, scratch: P
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", default="smollm2-eagle3")
-    parser.add_argument("--records", type=int, default=32)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--records", type=int, default=24)
+    parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--seconds", type=float, default=600, help="to wait for the server")
-    parser.add_argument("--json", type=Path, help="where to write the summary")
+    parser.add_argument("--record", action="store_true", help="write the numbers into interop/results")
     args = parser.parse_args()
     url, model, prompts = f"http://127.0.0.1:{args.port}", "smollm2", read_prompts(args.records)
     command = [*AQUILINE, "serve", "--engine", "vllm", "--draft", args.draft, "--draft-tokens", str(args.draft_tokens)]
@@ -112,19 +113,17 @@ def main() -> None:
             server.terminate()
             server.wait(60)
     print(report, f"chains and accepted drafts of the server: {counts}", sep="\n", flush=True)
-    settings = {"draft": args.draft, "records": len(prompts), "max_new_tokens": args.max_new_tokens}
-    settings |= {**counts, "report": report.strip()}
-    if args.json:
-        write_summary(args.json, settings)
+    settings = {**head_identity(resolve_head(args.draft)), "records": len(prompts)}
+    settings |= {"max_new_tokens": args.max_new_tokens, "draft_tokens": args.draft_tokens, **counts}
     folder = resolve_target("smollm2", print)
     ids, end = encode_prompts(folder, prompts)
-    plain = our_chain(load_target(folder), None, ids, end, 0, args.max_new_tokens)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    expected = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in plain["outputs"]]
+    target, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
+    plain = [decode(target, None, prompt, end, args.max_new_tokens)["outputs"][0] for prompt in ids]
+    expected = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in plain]
     same = sum(a.strip() == b.strip() for a, b in zip(answers, expected, strict=True))
     print(f"Regenerated answers and our own plain decoding: {same} of {len(prompts)} equal.")
-    if args.json:
-        write_summary(args.json, {**settings, "answers_equal_to_our_plain_decoding": same})
+    if args.record:
+        record("serve", {**settings, "answers_equal_to_our_plain_decoding": same})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import HERE, head_identity, write_summary
+from common import head_identity, record
+from pieces import HERE
 
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.heads import read_stored_head
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("--python", required=True, help="interpreter of the environment with speculators")
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--json", type=Path, help="where to write the outcome")
+    parser.add_argument("--record", action="store_true", help="write the outcome into interop/results")
     args = parser.parse_args()
     folder = resolve_target(args.target, print)
     shape = target_shape(folder)
@@ -56,8 +57,8 @@ def main() -> None:
         "same_configuration": ours.config == theirs.config,
     }
     print(f"our export and speculators' conversion: {outcome}")
-    if args.json:
-        write_summary(args.json, outcome)
+    if args.record:
+        record(f"speculators-{args.head.resolve().name}", outcome)
     if differing or not same_map or ours.config != theirs.config:
         sys.exit("our export and speculators' conversion of the same head differ")
 
