@@ -14,6 +14,7 @@ from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree
 from aquiline.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
+from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from aquiline.verify import LossyRule
 from tests import tiny
@@ -372,3 +373,18 @@ def test_prompts_that_need_what_is_not_there() -> None:
         encode_prompt(prompt_engine(tokenizer=None), "a")
     with pytest.raises(ValueError, match="chat template"):
         encode_prompt(prompt_engine(tokenizer=None), [{"role": "user", "content": "a"}])
+
+
+def test_of_several_prompts_an_error_names_the_one() -> None:
+    made = Loaded(prompt_engine(), None, "plain", SamplingParams())
+    for prompts, error, words in (
+        (["a", "", "b"], ValueError, "prompt 2 of 3: the prompt is empty"),
+        (["a", [999]], ValueError, "prompt 2 of 2: the prompt has token id 999; allowed: 0 … 257"),
+        ([[1.5], "a"], TypeError, "prompt 1 of 2: 1.5 in the prompt is neither"),
+        (["a", "word " * 999], ValueError, "prompt 2 of 2: a prompt of .* leaves no room"),
+        ([[999]], ValueError, "^the prompt has"),
+    ):
+        with pytest.raises(error, match=words):
+            made.stream(prompts)  # at the call, before any work
+    with pytest.raises(ValueError, match=r"^min_new_tokens is 9"):
+        made.stream(["a", "b"], min_new_tokens=9, max_new_tokens=3)

@@ -43,12 +43,13 @@ def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Str
     Raises:
         ValueError: at the call, before any work, if a request cannot run.
     """
+    for index, request in enumerate(requests):
+        check(engine, request, index, len(requests))
     emissions = [emission for i, request in enumerate(requests) for emission in _emissions(engine, request, i)]
     return _stream(engine, emissions)
 
 
 def _emissions(engine: Engine, request: Request, index: int) -> list[Emission]:
-    check(engine, request)
     seed = fresh_seed() if request.params.seed is None else request.params.seed
     return [Emission(engine, request, index, sample, seed) for sample in range(request.params.n)]
 

@@ -25,7 +25,7 @@ from aquiline.generate import (
     stream_requests,
 )
 from aquiline.kinds import check_kind, flag
-from aquiline.request import merged_params
+from aquiline.request import merged_params, naming_prompt
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule
@@ -123,7 +123,11 @@ class Loaded:
         params = merged_params(params, self.defaults, settings)
         flag("raw", raw)
         prompts: list[Any] = list(prompt) if _is_batch(prompt) else [prompt]
-        return [Request(encode_prompt(self.engine, item, raw=raw), params) for item in prompts]
+        requests = []
+        for index, item in enumerate(prompts):
+            with naming_prompt(index, len(prompts)):
+                requests.append(Request(encode_prompt(self.engine, item, raw=raw), params))
+        return requests
 
 
 def _is_batch(prompt: Any) -> bool:
@@ -172,27 +176,13 @@ def load(
     Raises:
         ValueError: an unknown name, a head that does not fit, contradictory settings.
     """
-    from aquiline.checkpoints.targets import resolve_target
-    from aquiline.checkpoints.tokenizer import load_tokenizer
-    from aquiline.targets.hf import target_from_hf
-    from aquiline.targets.loading import load_target
-
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
     path: Path | None = None
-    model: Any = target
     if isinstance(target, str | Path):
-        path = resolve_target(target, logger.info)
-        model = load_target(path, _dtype(dtype, device), _existing(_device(device)))
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
-    elif not hasattr(target, "new_cache"):
-        if not isinstance(target, torch.nn.Module):
-            raise TypeError(
-                f"target is a {type(target).__name__}; allowed: an alias, a folder, a GGUF file, a hub id, a "
-                "transformers model, or a Target"
-            )
-        model = target_from_hf(target)
-    if path is None:
-        _check_given(model, dtype, device)
+        path, model, own_tokenizer = _from_files(target, tokenizer is None, dtype, device)
+        tokenizer = tokenizer if tokenizer is not None else own_tokenizer
+    else:
+        model = _as_given(target, dtype, device)
     fast: Target = _fast_copy(model, exact) if packed else model
     _check_parts(draft, tokenizer, lossy)
     drafter, name = make_drafter(draft, tree, fast, path, packed)
@@ -219,6 +209,33 @@ def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
         raise ValueError(f"{type(drafter).__name__} must see every step and cannot be adaptive; leave adaptive=False")
     wanted = adaptive if adaptive is not None else default and not sees_all
     return Adaptive(drafter) if wanted and not isinstance(drafter, Adaptive) else drafter
+
+
+def _from_files(
+    target: str | Path, with_tokenizer: bool, dtype: torch.dtype | str | None, device: str | torch.device
+) -> tuple[Path, Target, Any]:
+    """A target's folder, its model, and its tokenizer where that is wanted."""
+    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.checkpoints.tokenizer import load_tokenizer
+    from aquiline.targets.loading import load_target
+
+    path = resolve_target(target, logger.info)
+    model = load_target(path, _dtype(dtype, device), _existing(_device(device)))
+    return path, model, load_tokenizer(path) if with_tokenizer else None
+
+
+def _as_given(target: Any, dtype: torch.dtype | str | None, device: str | torch.device) -> Target:
+    """A model that was passed in, as a target."""
+    from aquiline.targets.hf import target_from_hf
+
+    if not hasattr(target, "new_cache") and not isinstance(target, torch.nn.Module):
+        raise TypeError(
+            f"target is a {type(target).__name__}; allowed: an alias, a folder, a GGUF file, a hub id, a "
+            "transformers model, or a Target"
+        )
+    model: Target = target if hasattr(target, "new_cache") else target_from_hf(target)
+    _check_given(model, dtype, device)
+    return model
 
 
 def _check_given(target: Target, dtype: torch.dtype | str | None, device: str | torch.device) -> None:

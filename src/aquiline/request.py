@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -130,28 +132,43 @@ def own_processors(params: SamplingParams, prompt_length: int) -> SamplingParams
     return replace(params, logits_processors=tuple(made))
 
 
-def check(engine: Engine, request: Request) -> None:
+def check(engine: Engine, request: Request, index: int = 0, count: int = 1) -> None:
     """Refuses what cannot run, before any work.
+
+    Args:
+        engine: the engine.
+        request: the request.
+        index: which one it is.
+        count: of so many.
 
     Raises:
         ValueError: naming the value, what is allowed, and the remedy.
     """
-    tokens, params = request.tokens, request.params
-    vocabulary, context = engine.target.shape.vocab_size, engine.target.shape.max_positions
+    _check_params(engine, request.params)
+    with naming_prompt(index, count):
+        _check_prompt(engine, request)
+
+
+def _check_prompt(engine: Engine, request: Request) -> None:
+    tokens, params, context = request.tokens, request.params, engine.target.shape.max_positions
     if not tokens:
         raise ValueError("the prompt is empty; give at least one token (for an unprompted text the model's BOS token)")
-    _check_ids("the prompt has", tokens, vocabulary)
-    _check_ids("stop_token_ids has", params.stop_token_ids, vocabulary)
-    _check_ids("logit_bias has", params.logit_bias, vocabulary)
-    if params.min_new_tokens > params.max_new_tokens:
-        raise ValueError(
-            f"min_new_tokens is {params.min_new_tokens}; allowed: 0 … max_new_tokens ({params.max_new_tokens})"
-        )
+    _check_ids("the prompt has", tokens, engine.target.shape.vocab_size)
     least = max(1, params.min_new_tokens) if params.max_new_tokens else 0
     if len(tokens) + least > context:
         raise ValueError(
             f"a prompt of {len(tokens)} tokens leaves no room for {least} new ones: the context of this model is "
             f"{context}; shorten the prompt to {context - least} tokens"
+        )
+
+
+def _check_params(engine: Engine, params: SamplingParams) -> None:
+    vocabulary = engine.target.shape.vocab_size
+    _check_ids("stop_token_ids has", params.stop_token_ids, vocabulary)
+    _check_ids("logit_bias has", params.logit_bias, vocabulary)
+    if params.min_new_tokens > params.max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens is {params.min_new_tokens}; allowed: 0 … max_new_tokens ({params.max_new_tokens})"
         )
     if params.stop and engine.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
@@ -160,6 +177,18 @@ def check(engine: Engine, request: Request) -> None:
         raise ValueError(
             "temperature is 0: lossy acceptance needs temperature > 0; drop the lossy rule for greedy output"
         )
+
+
+@contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Of several prompts, says which one an error is about."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if count == 1:
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"prompt {index + 1} of {count}: {error}") from error
 
 
 def _check_ids(what: str, ids: Any, vocabulary: int) -> None:
