@@ -179,5 +179,14 @@ def test_bad_settings(tmp_path: Path, bed: Bed) -> None:
         settings(tmp_path, seeds=())
     with pytest.raises(ValueError, match="no training data given"):
         settings(tmp_path, data=())
+    trainer = Trainer()
+    for change, reason in (
+        ({"tasks": ("chess",)}, "unknown task 'chess'"),
+        ({"batch_sizes": (0,)}, "batch sizes are"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            run_ablations(settings(tmp_path, **change), trainer, bed, quiet=True)
+    assert not trainer.asked
     with pytest.raises(ValueError, match="left no head"):
         run_ablations(settings(tmp_path, heads=("eagle",)), lambda fields, output: None, bed, quiet=True)

@@ -81,7 +81,8 @@ def chosen(results: Results, cell: dict[str, Any]) -> list[dict[str, Any]]:
         r
         for r in results["records"]
         if (r["temperature"], r["batch"], r["method"]) == (cell["temperature"], cell["batch"], cell["method"])
-        and cell["task"] in (r["task"], "all")
+        and cell["task"] in (r["task"], "all", f"{r['task']}, first turns")
+        and not (cell["task"].endswith("first turns") and r["turn"])
     ]
 
 
@@ -99,7 +100,10 @@ def test_every_number_of_the_summary_follows_from_the_records(results: Results) 
         if record["method"] == "plain":
             plain.setdefault(case(record), []).append(record["seconds"] / tokens(record))
     assert {len(pair) for pair in plain.values()} == {2}
-    assert len(results["summary"]) == 2 * 2 * 3 + 2 * 2 * 2  # temperatures × methods × tasks, batch 1 and 2
+    # Temperatures × methods × tasks with "all", batch 1 and 2, and MT-bench's first turns.
+    assert len(results["summary"]) == 2 * 2 * 3 + 2 * 2 * 2 + 2 * 2
+    turns = [c for c in results["summary"] if c["task"] == "mt_bench, first turns"]
+    assert {(c["batch"], c["prompts"]) for c in turns} == {(1, 3)}
     for cell in results["summary"]:
         mine = chosen(results, cell)
         ratios = [statistics.mean(plain[case(r)]) / (r["seconds"] / tokens(r)) for r in mine]

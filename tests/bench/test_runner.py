@@ -180,6 +180,20 @@ def test_prompts_over_the_context_are_skipped_and_counted(questions: Path, tmp_p
         run_bench(settings(questions, tmp_path / "none", max_new_tokens=60), bed, quiet=True)
 
 
+def test_a_long_question_leaves_the_others_their_batch(questions: Path, tmp_path: Path) -> None:
+    lines = [{"question_id": 9, "turns": ["x" * 200]}, *QUESTIONS]
+    (questions / "mt_bench.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bed = path_bed(max_positions=90)
+    results = run_bench(settings(questions, tmp_path / "out"), bed, quiet=True).results
+    assert {tuple(r["questions"]) for r in results["records"] if r["batch"] == 2} == {("1", "2"), ("3", "1")}
+    assert [s["question"] for s in results["skipped"] if s["turn"] == 0] == ["9"]
+    (questions / "mt_bench.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    chosen = settings(questions, tmp_path / "short")
+    results = run_bench(chosen, bed, quiet=True).results
+    assert {r["batch"] for r in results["records"]} == {1}
+    assert "Speedup by batch size" not in (tmp_path / "short" / "report.html").read_text()
+
+
 def test_a_wrong_token_fails_loudly_after_the_report(
     questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +225,9 @@ def test_methods_are_parsed() -> None:
         ("eagle3:bush", "'bush' is no tree; allowed: one of chain, static, dynamic"),
         ("eagle3:chain:depth=many", "depth is 'many'; allowed: a number"),
         ("plain:chain", "plain takes no tree"),
+        ("plain:depth=3", "plain has no settings; allowed: plain"),
+        ("hf:threads=1", "hf has no settings"),
+        ("eagle3:chain:depth=3:depth=4", "depth is given twice"),
     ],
 )
 def test_unknown_methods(text: str, reason: str) -> None:

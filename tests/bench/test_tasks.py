@@ -75,6 +75,8 @@ def test_a_smaller_number_is_spread_over_the_file(tmp_path: Path) -> None:
         ('{"turns": ["a", 3]}', r"line 2: turns must be a list"),
         ('{"turns": [" "]}', r"line 2: turns must be a list"),
         ('{"question_id": 1, "turns": ["again"]}', r"line 2: question_id 1 occurs twice"),
+        ('{"turns": ["half a pair: \\ud800"]}', r"line 2: .*surrogates not allowed"),
+        ("[" * 100_000, r"line 2: not "),
     ],
 )
 def test_malformed_lines_are_named(tmp_path: Path, line: str, reason: str) -> None:
@@ -82,6 +84,24 @@ def test_malformed_lines_are_named(tmp_path: Path, line: str, reason: str) -> No
     file.write_text('{"question_id": 1, "turns": ["good"]}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=reason):
         load_questions([file])
+
+
+def test_bytes_that_are_no_text_are_named_and_a_mark_of_order_is_read_over(tmp_path: Path) -> None:
+    file = tmp_path / "qa.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"turns": ["good"]}\r\n{"turns": ["\xff"]}\n')
+    with pytest.raises(ValueError, match=r"qa.jsonl, line 2: .*can't decode byte 0xff"):
+        load_questions([file])
+    file.write_bytes(b'\xef\xbb\xbf{"turns": ["good"]}\r\n')
+    assert [q.turns for q in load_questions([file])] == [("good",)]
+
+
+def test_one_question_in_two_files_is_refused(tmp_path: Path) -> None:
+    first = write(tmp_path / "a" / "qa.jsonl", [{"question_id": 1, "turns": ["Which?"]}])
+    second = write(tmp_path / "b" / "qa.jsonl", [{"question_id": 1, "turns": ["Another."]}])
+    with pytest.raises(ValueError, match=r"question 1 of task qa is in .*a/qa.jsonl and in .*b/qa.jsonl; leave one"):
+        load_questions([first, second])
+    other = write(tmp_path / "b" / "mine.jsonl", [{"question_id": 1, "turns": ["Another."]}])
+    assert [q.task for q in load_questions([first, other])] == ["qa", "mine"]
 
 
 def test_unknown_task_lists_what_there_is(tmp_path: Path) -> None:

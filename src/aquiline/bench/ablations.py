@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aquiline.bench.environment import environment
-from aquiline.bench.findings import COMPARISONS, HEADS, HeadSpec, comparable, compare, render_findings
+from aquiline.bench.findings import COMPARISONS, HEADS, HeadSpec, comparable, compare, is_overall, render_findings
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, make_method, parse_method
 from aquiline.bench.positions import position_profile
@@ -129,10 +129,15 @@ def run_ablations(
         ValueError: bad settings, or what `run_bench` and `train` raise.
         WrongTokens: see `run_bench`.
     """
+    bench = BenchSettings(
+        target=settings.target, dtype=settings.dtype, device=settings.device, threads=settings.threads,
+        max_new_tokens=settings.max_new_tokens, batch_sizes=settings.batch_sizes,
+    )  # fmt: skip
+    if settings.per_task:
+        load_questions(settings.questions, settings.tasks, settings.per_task)  # before hours of training
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     folder = Path(settings.output)
-    bench = BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device)
     bed = bed or open_bed(bench)
     chosen = settings.heads or tuple(name for name, _ in settings.given)
     specs = [spec for spec in HEADS if not chosen or spec.name in chosen]
@@ -257,7 +262,7 @@ def _measured(
     )
     own = Bed(bed.target, bed.tokenizer, bed.end_ids, bed.path, bed.name, {spec.kind: str(head)})
     results = run_bench(chosen, own, quiet=quiet).results
-    cells = [cell for cell in results["summary"] if cell["task"] == "all" and cell["method"] != "plain"]
+    cells = [cell for cell in results["summary"] if cell["method"] != "plain" and is_overall(cell)]
     return {
         "seed": seed,
         "cells": cells,

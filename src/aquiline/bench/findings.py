@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aquiline.bench.metrics import FIRST_TURNS
+
 BATCH_METHOD = "eagle3:chain"
 """Method whose speedup is measured by batch size."""
 
@@ -186,13 +188,25 @@ def compare(comparison: Comparison, runs: Runs) -> dict[str, Any]:
 
 
 def _values(runs: Runs, head: str, method: str) -> dict[str, list[Any]]:
-    cells = [cell for run in runs[head] for cell in run["cells"] if (cell["method"], cell["batch"]) == (method, 1)]
+    cells = [
+        cell for run in runs[head] for cell in run["cells"]
+        if (cell["method"], cell["batch"]) == (method, 1) and not _of_first_turns(cell)
+    ]  # fmt: skip
     return {
         "tau": [cell["tau"]["value"] for cell in cells],
         "alpha": [cell["alpha"] for cell in cells if "alpha" in cell],
         "speedup": [cell["speedup_vs_plain"]["median"] for cell in cells if "speedup_vs_plain" in cell],
         "ece": [cell["ece"] for cell in cells if "ece" in cell],
     }
+
+
+def is_overall(cell: Mapping[str, Any]) -> bool:
+    """Whether a cell of a benchmark is kept: those over all tasks, and what larger batches compare with."""
+    return cell["task"] == "all" or _of_first_turns(cell)
+
+
+def _of_first_turns(cell: Mapping[str, Any]) -> bool:
+    return str(cell.get("task", "all")).endswith(FIRST_TURNS)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -272,11 +286,12 @@ def _batch_lines(runs: Runs) -> list[str]:
     ]  # fmt: skip
     if not cells:
         return []
-    lines = ["", "Speedup of a chain by batch size:", ""]
+    lines = ["", "Speedup of a chain by batch size, first turns:", ""]
     for head, seeds in runs.items():
-        mine = [c for c in seeds[0]["cells"] if c["method"] == BATCH_METHOD]
+        cells = sorted(seeds[0]["cells"], key=_of_first_turns)  # these win over the cell with both turns
+        mine = {c["batch"]: c for c in cells if c["method"] == BATCH_METHOD}
         if len(mine) > 1:
-            values = [f"{c['batch']}: {c['speedup_vs_plain']['median']:.2f}x" for c in mine]
+            values = [f"{size}: {mine[size]['speedup_vs_plain']['median']:.2f}x" for size in sorted(mine)]
             lines.append(f"- {head}: {', '.join(values)}")
     return lines
 

@@ -122,7 +122,8 @@ def parse_method(text: str) -> MethodSpec:
     name, *parts = text.strip().split(":")
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")
-    shape, options = "", []
+    shape = ""
+    options: list[tuple[str, float]] = []
     for part in parts:
         setting, equals, value = part.partition("=")
         if not equals:
@@ -132,12 +133,16 @@ def parse_method(text: str) -> MethodSpec:
                 )
             shape = part
             continue
+        if any(setting == known for known, _ in options):
+            raise ValueError(f"{text!r}: {setting} is given twice")
         try:
             options.append((setting, float(value) if "." in value else int(value)))
         except ValueError as error:
             raise ValueError(f"{text!r}: {setting} is {value!r}; allowed: a number") from error
     if shape and name in ("plain", "hf", "auto", "prompt-lookup", "lookahead"):
         raise ValueError(f"{text!r}: {name} takes no tree")
+    if options and name in ("plain", "hf", "auto"):
+        raise ValueError(f"{text!r}: {name} has no settings; allowed: {name}")
     return MethodSpec(text.strip(), name, shape, tuple(options))
 
 

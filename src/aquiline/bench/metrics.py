@@ -39,12 +39,16 @@ DEFINITIONS = {
 
 PLAIN = "plain"
 HF = "hf"
+FIRST_TURNS = "first turns"
 RESAMPLES = 1000
 BINS = 20
 
 
 def summarise(records: Sequence[Record], chains: Iterable[str] = ()) -> list[dict[str, Any]]:
     """One cell for each (temperature, batch, method, task), and one with task "all".
+
+    Larger batches hold first turns alone. Where such a task has second turns too, "TASK, first
+    turns" is a further cell of its single questions, which the larger batches compare with.
 
     Args:
         records: raw records.
@@ -56,8 +60,12 @@ def summarise(records: Sequence[Record], chains: Iterable[str] = ()) -> list[dic
     references = {name: _seconds_per_token(records, name) for name in (PLAIN, HF)}
     chains = frozenset(chains)
     groups: dict[tuple[float, int, str, str], list[Record]] = {}
+    partial = {r.task for r in records if r.turn} & {r.task for r in records if r.batch > 1}
     for record in records:
-        for task in (record.task, "all"):
+        tasks = [record.task, "all"]
+        if record.task in partial and record.batch == 1 and record.turn == 0:
+            tasks.append(f"{record.task}, {FIRST_TURNS}")
+        for task in tasks:
             groups.setdefault((record.temperature, record.batch, record.method, task), []).append(record)
     return [
         {"temperature": t, "batch": b, "method": method, "task": task}

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from aquiline.bench.environment import environment_line
-from aquiline.bench.metrics import HF, PLAIN
+from aquiline.bench.metrics import FIRST_TURNS, HF, PLAIN
 from aquiline.bench.plots import COLOURS, Axes, Point, Series, bar_chart, line_chart
 from aquiline.bench.tasks import TITLES
 
@@ -92,16 +92,20 @@ def _batch_part(results: Mapping[str, Any], cells: Sequence[Cell], colours: Mapp
     sizes = sorted(results["settings"]["batch_sizes"])
     if len(sizes) < 2:
         return []
-    # Larger batches run on one task; the single ones are compared on that task too.
-    task = next(c["task"] for c in cells if c["batch"] == sizes[-1] and c["task"] != "all")
+    # Larger batches run on one task's first turns; the single ones are compared on these too.
+    task = next((c["task"] for c in cells if c["batch"] == sizes[-1] and c["task"] != "all"), None)
+    if task is None:
+        return []  # too long for the context
     series = []
     for label, colour in colours.items():
-        mine = {c["batch"]: c for c in cells if c["method"] == label and c["task"] == task}
+        of_task = [c for c in cells if c["method"] == label and c["task"] == task]
+        of_task += [c for c in cells if c["method"] == label and c["task"] == f"{task}, {FIRST_TURNS}"]
+        mine = {c["batch"]: c for c in of_task}
         points = [replace_x(p, size) for size in sizes if size in mine and (p := _speedup_point(mine[size]))]
         if label != PLAIN and points:
             series.append(Series(label, points, colour))
     axes = Axes("Speedup by batch size", "batch size", "speedup against plain", guide=1.0)
-    title = f"Speedup by batch size ({TITLES.get(task, task)}; batches above 1 hold first turns)"
+    title = f"Speedup by batch size ({TITLES.get(task, task)}, first turns)"
     return [f"<h3>{escape(title)}</h3>", line_chart(axes, series)]
 
 

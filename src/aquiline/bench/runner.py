@@ -165,9 +165,9 @@ def _key(case: tuple[Any, ...], method: str, repeat: int) -> tuple[Any, ...]:
     return (*case, method, repeat)
 
 
-def _groups(questions: Sequence[Question], settings: BenchSettings) -> list[_Group]:
+def _groups(run: _Run, questions: Sequence[Question]) -> list[_Group]:
     """The plan: what is decoded together, in order."""
-    groups = []
+    groups, settings = [], run.settings
     tasks = list(dict.fromkeys(q.task for q in questions))
     first = "mt_bench" if "mt_bench" in tasks else tasks[0]
     batch_task = task_name(settings.batch_task) if settings.batch_task else first
@@ -178,7 +178,7 @@ def _groups(questions: Sequence[Question], settings: BenchSettings) -> list[_Gro
             if size == 1:
                 groups += [_Group((q,), temperature, len(q.turns)) for q in questions]
                 continue
-            mine = [q for q in questions if q.task == batch_task]
+            mine = [q for q in questions if q.task == batch_task and _fits(run, q, 0, _prompt(run, q, 0, ()))]
             # The last group is filled up from the first questions, so that all are of one size.
             for start in range(0, len(mine), size):
                 chosen = tuple(mine[i % len(mine)] for i in range(start, start + size))
@@ -187,7 +187,7 @@ def _groups(questions: Sequence[Question], settings: BenchSettings) -> list[_Gro
 
 
 def _run_all(run: _Run, questions: Sequence[Question], quiet: bool) -> None:
-    groups = _groups(questions, run.settings)
+    groups = _groups(run, questions)
     total = sum(len(_taking_part(run, group, number)) for number, group in enumerate(groups))
     with _progress(total, quiet) as advance:
         for number, group in enumerate(groups):
@@ -237,25 +237,28 @@ def _collect(run: _Run, case: Case, contestants: Sequence[tuple[Method, int]]) -
 
 def _case(run: _Run, group: _Group, turn: int, answers: Sequence[Sequence[str]]) -> Case | None:
     """The prompts of a turn, which hold plain decoding's answers so far; None if one does not fit."""
-    prompts = [
-        tuple(encode_turns(run.bed, question.turns[: turn + 1], given))
-        for question, given in zip(group.questions, answers, strict=True)
-    ]
-    context = run.bed.target.shape.max_positions
-    fits = True
-    for question, prompt in zip(group.questions, prompts, strict=True):
-        if len(prompt) + run.settings.max_new_tokens > context:
-            fits = False
-            entry = {"task": question.task, "question": question.id, "turn": turn, "prompt_tokens": len(prompt)}
-            if entry not in run.skipped:
-                run.skipped.append(entry)
-    if not fits:
+    prompts = [_prompt(run, q, turn, given) for q, given in zip(group.questions, answers, strict=True)]
+    if not all(_fits(run, q, turn, prompt) for q, prompt in zip(group.questions, prompts, strict=True)):
         return None
     ids = tuple(question.id for question in group.questions)
     return Case(
         group.questions[0].task, ids, turn, tuple(prompts), group.temperature, run.settings.max_new_tokens,
         run.settings.seed,
     )  # fmt: skip
+
+
+def _prompt(run: _Run, question: Question, turn: int, answers: Sequence[str]) -> tuple[int, ...]:
+    return tuple(encode_turns(run.bed, question.turns[: turn + 1], answers))
+
+
+def _fits(run: _Run, question: Question, turn: int, prompt: Sequence[int]) -> bool:
+    """Whether prompt and answer fit the context; those that do not are counted."""
+    if len(prompt) + run.settings.max_new_tokens <= run.bed.target.shape.max_positions:
+        return True
+    entry = {"task": question.task, "question": question.id, "turn": turn, "prompt_tokens": len(prompt)}
+    if entry not in run.skipped:
+        run.skipped.append(entry)
+    return False
 
 
 def encode_turns(bed: Bed, turns: Sequence[str], answers: Sequence[str]) -> list[int]:

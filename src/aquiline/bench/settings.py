@@ -74,7 +74,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; allowed: ≥ 1")
-        if not self.temperatures or min(self.temperatures) < 0:
+        if not self.temperatures or not min(self.temperatures) >= 0:
             raise ValueError(f"temperatures are {self.temperatures}; allowed: one or more numbers ≥ 0")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"batch sizes are {self.batch_sizes}; allowed: one or more integers ≥ 1")

@@ -7,6 +7,7 @@ prompt a line are read too.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -78,13 +79,21 @@ def load_questions(
 
     Raises:
         ValueError: a missing or malformed file (line, reason), an unknown task (lists what there
-            is), or no question at all.
+            is), one question in two files, or no question at all.
     """
     if per_task is not None and per_task < 1:
         raise ValueError(f"questions per task is {per_task}; allowed: ≥ 1")
     found: dict[str, list[Question]] = {}
+    origin: dict[tuple[str, str], Path] = {}
     for file in _files(sources or (EMBEDDED,)):
         for question in _read_file(file):
+            # Results are kept by task and id: the second question would be given the first one's.
+            first = origin.setdefault((question.task, question.id), file)
+            if first is not file:
+                raise ValueError(
+                    f"question {question.id} of task {question.task} is in {first} and in {file}; leave one file out, "
+                    "or rename it, which makes it a task of its own"
+                )
             found.setdefault(question.task, []).append(question)
     wanted = [task_name(task) for task in tasks] or _ordered(found)
     for task, given in zip(wanted, tasks or wanted, strict=True):
@@ -127,10 +136,11 @@ def _read_file(path: Path) -> list[Question]:
     name = task_name(path.parent.name if path.stem == "question" else path.stem)
     questions: list[Question] = []
     seen: set[tuple[str, str]] = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, raw in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         try:
+            line = raw.decode("utf-8")
+            if not line.strip():
+                continue
             question = _parse(line, number, name, plain_text=path.suffix == ".txt")
             if (question.task, question.id) in seen:
                 raise ValueError(f"question_id {question.id} occurs twice")
@@ -148,6 +158,8 @@ def _parse(line: str, number: int, name: str, plain_text: bool) -> Question:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not a question (nested too deeply)") from error
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with turns, got {type(record).__name__}")
     turns = record.get("turns", [record["prompt"]] if "prompt" in record else None)
@@ -155,6 +167,8 @@ def _parse(line: str, number: int, name: str, plain_text: bool) -> Question:
         raise ValueError("the record has neither turns nor prompt")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise ValueError("turns must be a list of one or more non-empty texts")
+    for turn in turns:
+        turn.encode("utf-8")  # half of a surrogate pair, which JSON can hold, is no text
     task = _task_of(record) if name in _MIXED else name
     return Question(task, str(record.get("question_id", number)), tuple(turns))
 

@@ -70,6 +70,12 @@ class TuneSettings:
         for name, least in (("num_prompts", 2), ("max_new_tokens", 2), ("finalists", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: ≥ {least}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; allowed: ≥ 0")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads is {self.threads}; allowed: ≥ 1")
+        if Path(self.output).is_dir():
+            raise ValueError(f"{self.output} is a folder; give the file to write")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +127,7 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
     best = max(range(len(rows)), key=lambda i: float(rows[i]["tokens_per_second"]))
     choice = _choice(bed, contestants[best])
     path = Path(settings.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
     evidence = {
         "settings": asdict(settings), "environment": environment(bed), "cost_curve": curve, "contestants": rows,
         "prompts": {"proposing": len(proposing), "confirming": len(confirming)},

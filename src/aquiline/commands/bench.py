@@ -110,6 +110,12 @@ def _download(arguments: argparse.Namespace) -> int:
 def _ablations(arguments: argparse.Namespace) -> int:
     from aquiline.bench.ablations import AblationSettings, run_ablations
 
+    for name in ("methods", "temperatures", "batch_task", "seed", "cost_curve"):
+        if getattr(arguments, name) is not None:
+            option = "--no-cost-curve" if name == "cost_curve" else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} has no effect on --ablations; leave one of the two out")
+    if arguments.preset != "standard":
+        raise ValueError(f"--{arguments.preset} has no effect on --ablations; leave one of the two out")
     names = (*_SHARED, "positions", "seeds", "heads", "features")
     training = tuple(_setting(text) for text in arguments.training or ())
     given = tuple(_pair(text) for text in arguments.head or ())
