@@ -14,6 +14,9 @@ _BUCKET = 64
 SCRATCH = 1024
 """Slots beyond the last position of a model, where the nodes of a tree may lie until the commit."""
 
+MOST_NODES = SCRATCH - _BUCKET
+"""Nodes of a tree, its root included, that fit there for every target; some read whole buckets of slots."""
+
 
 @dataclass(eq=False)
 class KVCache:
@@ -65,14 +68,32 @@ class KVCache:
             return
         if positions > self.max_capacity + SCRATCH:
             raise ValueError(
-                f"{positions} positions do not fit: the context of this model is {self.max_capacity}; "
-                "shorten the prompt or lower max_new_tokens"
+                f"{positions} positions do not fit: the context of this model is {self.max_capacity}, and a tree "
+                f"may take {SCRATCH} more; shorten the prompt, lower max_new_tokens, or draft smaller trees"
             )
         # An eighth of head room: growing by one bucket a time would copy the cache over and over.
         wanted = max(positions, self.capacity + self.capacity // 8)
         size = min(-(-wanted // _BUCKET) * _BUCKET, max(self.max_capacity + SCRATCH, positions))
         self.key_block = _grown(self.key_block, size)
         self.value_block = _grown(self.value_block, size)
+
+
+def check_fits(what: str, nodes: int, remedy: str) -> None:
+    """Refuses drafts that would not fit at the end of a context, before any text is generated.
+
+    Args:
+        what: what drafts them, in words.
+        nodes: how many slots its drafts take in a row, the root's included.
+        remedy: what to do.
+
+    Raises:
+        ValueError: if that is more than `MOST_NODES`.
+    """
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"{what} takes {nodes} slots of the cache; allowed: at most {MOST_NODES}, which fit also at the end of a "
+            f"context; {remedy}"
+        )
 
 
 def _grown(block: Tensor, capacity: int) -> Tensor:

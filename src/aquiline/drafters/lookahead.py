@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from aquiline import tree as trees
+from aquiline.cache import check_fits
 from aquiline.drafters.prompt_lookup import merge
 from aquiline.kinds import integer
 from aquiline.targets.target import Feature
@@ -73,6 +74,8 @@ class Lookahead:
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7, *, from_text: bool = False) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
             integer(f"lookahead: {name}", value, least)
+        size = 1 + (window + guesses) * (ngram - 1)
+        check_fits(f"lookahead with window {window}, ngram {ngram}, guesses {guesses}", size, "lower one of them")
         self.window, self.ngram, self.guesses, self.from_text = window, ngram, guesses, from_text
 
     def new_state(self, rows: int, capacity: int) -> list[_Row]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from aquiline import tree as trees
+from aquiline.cache import MOST_NODES
 from aquiline.drafters.drafter import CopyingDrafter, Drafter, ObservingDrafter
 from aquiline.drafters.prompt_lookup import merge
 from aquiline.tree import DraftTree
@@ -32,7 +33,8 @@ class Merged:
     Args:
         first: a drafter; may need target features.
         second: another one that needs no features, or the same ones.
-        num_nodes: most nodes including the root, ≥ 2; the first drafter's come first. None: all.
+        num_nodes: most nodes including the root, ≥ 2; the first drafter's come first. None: as
+            many as fit at the end of a context.
     """
 
     def __init__(self, first: Drafter, second: Drafter, num_nodes: int | None = None) -> None:
@@ -44,8 +46,9 @@ class Merged:
         for part in (first, second):
             if isinstance(part, ObservingDrafter):
                 raise ValueError(f"a {type(part).__name__} drafts in a window and cannot be merged; use it by itself")
-        if num_nodes is not None and num_nodes < 2:
-            raise ValueError(f"merged: num_nodes is {num_nodes}; allowed: ≥ 2")
+        num_nodes = MOST_NODES if num_nodes is None else num_nodes
+        if not 2 <= num_nodes <= MOST_NODES:
+            raise ValueError(f"merged: num_nodes is {num_nodes}; allowed: 2 … {MOST_NODES}")
         self.first, self.second, self.num_nodes = first, second, num_nodes
         self.features = first.features
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aquiline.cache import check_fits
 from aquiline.kinds import integer, number, several
 
 EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
@@ -65,6 +66,7 @@ class StaticTree:
                 raise ValueError(f"tree path {path} is not valid; allowed: ranks ≥ 0, at least one")
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"tree path {path} lacks its parent {path[:-1]}; add it")
+        check_fits(f"a static tree of {len(paths)} paths", 1 + len(paths), "give fewer paths")
         # Shallower first: a node's index must exceed its parent's.
         object.__setattr__(self, "paths", tuple(sorted(paths, key=lambda path: (len(path), path))))
 
@@ -103,6 +105,10 @@ class DynamicTree:
                 f"num_nodes {self.num_nodes} cannot be filled: depth {self.depth} and top_k {self.top_k} make at most "
                 f"{room} nodes; lower num_nodes or raise depth or top_k"
             )
+        check_fits(f"num_nodes {self.num_nodes}", self.num_nodes, "lower num_nodes")
+        # All expanded nodes lie in the draft network's own cache.
+        expanded = (self.depth - 1) * self.top_k
+        check_fits(f"expanding top_k {self.top_k} nodes on {self.depth - 1} levels", expanded, "lower top_k or depth")
 
 
 TreePolicy = Chain | StaticTree | DynamicTree

@@ -1,0 +1,91 @@
+"""Trees that would not fit at the end of a context are refused when they are made, not after thousands of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from aquiline import tree as trees
+from aquiline.cache import MOST_NODES, SCRATCH
+from aquiline.drafters.lookahead import Lookahead
+from aquiline.drafters.merged import Merged
+from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+from aquiline.generate import Engine, Request, generate_requests
+from aquiline.sampling import SamplingParams
+from aquiline.targets.attention import place
+from tests import tiny
+
+CONTEXT = 256
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DynamicTree(MOST_NODES + 1, 4, 30), ("num_nodes 961 takes 961 slots", "lower num_nodes")),
+        (lambda: DynamicTree(60, 6, 200), ("top_k 200", "5 levels", "takes 1000 slots", "lower top_k or depth")),
+        (lambda: StaticTree(tuple((i,) for i in range(2000))), ("2000 paths takes 2001 slots", "fewer paths")),
+        (lambda: PromptLookup(depth=500, num_branches=2), ("2 × 500 tokens takes 1001", "lower depth or num_branches")),
+        (lambda: Lookahead(window=300, ngram=5), ("window 300, ngram 5, guesses 7 takes 1229", "lower one of them")),
+        (lambda: Merged(PromptLookup(), PromptLookup(), 2000), ("num_nodes is 2000", f"2 … {MOST_NODES}")),
+    ],
+)
+def test_too_large_a_tree_names_value_limit_and_remedy(make: Callable[[], Any], words: Sequence[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        make()
+    assert all(word in str(refusal.value) for word in (*words, str(MOST_NODES))), refusal.value
+
+
+def test_a_chain_is_no_longer_than_the_context_and_may_be_as_long_as_it_likes() -> None:
+    assert (Chain(5000).depth, PromptLookup(depth=5000).depth) == (5000, 5000)
+    assert DynamicTree(MOST_NODES, 4, 30).num_nodes == MOST_NODES
+
+
+class Bushy:
+    """Drafts MOST_NODES nodes while two levels are left, whatever it costs."""
+
+    features = ()
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes, self.widths = nodes, list[int]()
+
+    def new_state(self, rows: int, capacity: int) -> None:
+        return None
+
+    def extend(self, *_: Any) -> None:
+        """Needs nothing."""
+
+    def propose(self, root: Any, prefixes: Any, rows: Any, state: Any, max_depth: int | None = None) -> trees.DraftTree:
+        wide = range(min(tiny.VOCAB, self.nodes))
+        tokens, parents = [int(root[0]), *wide], [-1, *(0 for _ in wide)]
+        if max_depth is None or max_depth > 1:
+            below = [(parent, token) for parent in wide for token in range(tiny.VOCAB)][: self.nodes - len(tokens)]
+            tokens += [token for _, token in below]
+            parents += [1 + parent for parent, _ in below]
+        self.widths.append(len(tokens))
+        return trees.from_lists([(tokens, parents)])
+
+    def reset(self, row: int, length: int, state: Any) -> None:
+        """Keeps nothing."""
+
+
+def test_the_largest_tree_fits_at_the_end_of_the_context() -> None:
+    target, drafter = tiny.decoder("qwen3"), Bushy(MOST_NODES)
+    prompt = (tiny.prompts(1, seed=2)[0] * CONTEXT)[: CONTEXT - 5]
+    request = [Request(prompt, SamplingParams(max_new_tokens=CONTEXT))]
+    plain = generate_requests(Engine(target, None, None, ()), request)[0]
+    ours = generate_requests(Engine(target, drafter, None, ()), request)[0]
+    assert (ours.token_ids, ours.finish_reason) == (plain.token_ids, "length")
+    assert len(ours.token_ids) == 5 and max(drafter.widths) == MOST_NODES and ours.stats.accepted > 0
+    with pytest.raises(ValueError, match=f"is {CONTEXT}, and a tree may take {SCRATCH} more; .*draft smaller trees"):
+        generate_requests(Engine(target, Bushy(SCRATCH + 8), None, ()), request)
+
+
+@pytest.mark.parametrize("context", [256, 1000, 1023])
+def test_whole_blocks_of_slots_fit_behind_any_context(context: int) -> None:
+    cache = tiny.decoder("qwen3").new_cache(1, 8)
+    cache.max_capacity = context
+    cache.lengths[0] = context - 1
+    assert place(cache, [0], MOST_NODES, bucket=64).span <= cache.capacity <= context + SCRATCH
