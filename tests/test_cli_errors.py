@@ -36,7 +36,7 @@ def aquiline(base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return run
 
 
-def refused(result: Result, *parts: str, code: int = 2) -> None:
+def assert_refused(result: Result, *parts: str, code: int = 2) -> None:
     assert result.code == code, (result.code, result.err)
     assert all(part in result.error for part in parts), result.error
     assert result.out == ""
@@ -81,7 +81,7 @@ VALUES = {
 @pytest.mark.parametrize("case", VALUES)
 def test_values(aquiline: Any, case: str) -> None:
     options, parts = VALUES[case]
-    refused(aquiline(*GENERATE, *options), *parts)
+    assert_refused(aquiline(*GENERATE, *options), *parts)
 
 
 PROMPTS = {
@@ -99,19 +99,23 @@ def test_prompts(aquiline: Any, base: Path, case: str) -> None:
     prompt, parts = PROMPTS[case]
     file = base / f"{case}.jsonl"
     file.write_text(json.dumps(prompt))
-    refused(aquiline("generate", "--file", file, "--target", "target"), *parts)
+    assert_refused(aquiline("generate", "--file", file, "--target", "target"), *parts)
 
 
 def test_prompt_files(aquiline: Any, base: Path) -> None:
-    refused(aquiline("generate", "--file", "missing.txt"), "'missing.txt' cannot be read", "UTF-8 text file")
+    assert_refused(aquiline("generate", "--file", "missing.txt"), "'missing.txt' cannot be read", "UTF-8 text file")
     (base / "broken.jsonl").write_text('"fine"\n{"prompt": \n')
-    refused(aquiline("generate", "--file", "broken.jsonl"), "broken.jsonl, line 2: not JSON")
+    assert_refused(aquiline("generate", "--file", "broken.jsonl"), "broken.jsonl, line 2: not JSON")
     (base / "blank.txt").write_text("\n\n")
-    refused(aquiline("generate", "--file", "blank.txt"), "blank.txt holds no prompt")
+    assert_refused(aquiline("generate", "--file", "blank.txt"), "blank.txt holds no prompt")
+    (base / "list.json").write_text('["one",\n"two"]')
+    assert_refused(aquiline("generate", "--file", "list.json"), "'list.json' is JSON", "on each line of a .jsonl file")
     (base / "latin.txt").write_bytes("é".encode("latin-1"))
-    refused(aquiline("generate", "--file", "latin.txt"), "UTF-8")
+    assert_refused(aquiline("generate", "--file", "latin.txt"), "UTF-8")
     long = "x " * 600
-    refused(aquiline("generate", long, "--target", "target"), "the context of this model is 512", "shorten the prompt")
+    assert_refused(
+        aquiline("generate", long, "--target", "target"), "the context of this model is 512", "shorten the prompt"
+    )
 
 
 HEADS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -133,7 +137,7 @@ def test_heads_for_another_target(aquiline: Any, base: Path, case: str, command:
         "generate": (*GENERATE, "--draft", folder),
         "export": ("export", folder, "--to", "vllm", "--target", "target"),
     }
-    refused(aquiline(*words[command]), *parts)
+    assert_refused(aquiline(*words[command]), *parts)
 
 
 def test_a_head_of_another_target_of_the_same_sizes_is_a_warning(aquiline: Any, base: Path) -> None:
@@ -159,42 +163,44 @@ def test_broken_and_dangerous_files(aquiline: Any, base: Path) -> None:
     cut = shutil.copytree(base / "head", base / "cut")
     (cut / "model.safetensors").write_bytes((base / "head" / "model.safetensors").read_bytes()[:-50])
     for words in (("inspect", cut), (*GENERATE, "--draft", cut)):
-        refused(aquiline(*words), "cut/model.safetensors is not whole")
+        assert_refused(aquiline(*words), "cut/model.safetensors is not whole")
     evil = base / "evil"
     evil.mkdir()
     shutil.copy(base / "head" / "config.json", evil)
     (evil / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Danger()}))
     for words in (("inspect", evil), (*GENERATE, "--draft", evil)):
-        refused(aquiline(*words), "evil/pytorch_model.bin", "safetensors")
+        assert_refused(aquiline(*words), "evil/pytorch_model.bin", "safetensors")
     pickled = shutil.copytree(base / "target", base / "pickled")
     (pickled / "model.safetensors").unlink()
     (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Danger()}))
-    refused(aquiline("generate", "x", "--target", pickled), "pickled .bin files only", "save_pretrained")
+    assert_refused(aquiline("generate", "x", "--target", pickled), "pickled .bin files only", "save_pretrained")
     assert not list(base.rglob("DANGER"))
     short = shutil.copytree(base / "target", base / "short")
     (short / "model.safetensors").write_bytes((base / "target" / "model.safetensors").read_bytes()[:-50])
-    refused(aquiline("generate", "x", "--target", short), "not a whole safetensors file", "fetch it again")
+    assert_refused(aquiline("generate", "x", "--target", short), "not a whole safetensors file", "fetch it again")
     for name, content in (("cut.gguf", b"GGUF\x03\x00\x00\x00\x05"), ("text.gguf", b"hello, hello, hello")):
         (base / name).write_bytes(content)
-        refused(aquiline("generate", "x", "--target", name), name)
-        refused(aquiline("inspect", name), name)
+        assert_refused(aquiline("generate", "x", "--target", name), name)
+        assert_refused(aquiline("inspect", name), name)
     bare = shutil.copytree(base / "target", base / "bare")
     (bare / "tokenizer.json").unlink()
-    refused(aquiline("generate", "x", "--target", bare), "no tokenizer", "tokenizer.json")
+    assert_refused(aquiline("generate", "x", "--target", bare), "no tokenizer", "tokenizer.json")
 
 
 def test_models_that_are_no_targets(aquiline: Any, base: Path) -> None:
     config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     torch.manual_seed(0)
     transformers.T5ForConditionalGeneration(config).save_pretrained(base / "t5")
-    refused(aquiline("generate", "x", "--target", "t5"), "t5 is an encoder-decoder", "decoder-only")
+    assert_refused(aquiline("generate", "x", "--target", "t5"), "t5 is an encoder-decoder", "decoder-only")
     transformers.ViTModel(
         transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     ).save_pretrained(base / "vit")
-    refused(aquiline("generate", "x", "--target", "vit"), "no causal language model", "'vit'")
+    assert_refused(aquiline("generate", "x", "--target", "vit"), "no causal language model", "'vit'")
     (base / "nothing").mkdir()
-    refused(aquiline("generate", "x", "--target", "nothing"), "nothing has no config.json")
-    refused(aquiline("generate", "x", "--target", base / "head" / "config.json"), "is not a target", "give its folder")
+    assert_refused(aquiline("generate", "x", "--target", "nothing"), "nothing has no config.json")
+    assert_refused(
+        aquiline("generate", "x", "--target", base / "head" / "config.json"), "is not a target", "give its folder"
+    )
 
 
 COMMANDS = {
@@ -243,6 +249,13 @@ COMMANDS = {
         ("--training is given 'speed=1'", "NAME=VALUE"),
     ),
     "ablations head": (("bench", "--ablations", "x", "--heads", "y"), ("unknown head 'y'", "there are: eagle")),
+    "ablations method": (
+        ("bench", "--ablations", "x", "--methods", "plain"),
+        ("--methods has no effect on --ablations",),
+    ),
+    "ablations preset": (("bench", "--quick", "--ablations", "x"), ("--quick has no effect on --ablations",)),
+    "tune folder": (("tune", "--output", "."), (". is a folder", "the file to write")),
+    "tune temperature": (("tune", "--temperature", "-1"), ("temperature is -1", "≥ 0")),
     "tune prompts": (("tune", "--num-prompts", "1"), ("num_prompts is 1", "≥ 2")),
     "tune file": (("tune", "nowhere.txt", "--target", "target"), ("nowhere.txt is neither a folder nor a file",)),
     "prepare missing": (("prepare", "nowhere.json", "--output", "o", "--target", "target"), ("nowhere.json",)),
@@ -259,7 +272,7 @@ COMMANDS = {
     ),
     "train value": (
         ("train", "x", "--output", "r", "--ttt-steps", "0", "--target", "target"),
-        ("ttt_steps is 0", "at least 1"),
+        ("ttt_steps is 0", "1"),
     ),
     "demo repeats": (("demo", "--repeats", "0"), ("--repeats is 0", "≥ 1")),
     "completion": (("completion", "fish"), ("'fish'", "'bash'")),
@@ -270,7 +283,7 @@ COMMANDS = {
 @pytest.mark.parametrize("case", COMMANDS)
 def test_commands(aquiline: Any, case: str) -> None:
     words, parts = COMMANDS[case]
-    refused(aquiline(*words), *parts)
+    assert_refused(aquiline(*words), *parts)
 
 
 FAILURES: dict[str, tuple[Exception, int, tuple[str, ...]]] = {
@@ -296,7 +309,7 @@ def test_failures_exit_with_one(aquiline: Any, case: str, monkeypatch: pytest.Mo
     if case == "interrupt":
         assert (result.code, result.err) == (130, "interrupted\n")
         return
-    refused(result, *parts, code=code)
+    assert_refused(result, *parts, code=code)
 
 
 def test_debug_shows_the_traceback(aquiline: Any) -> None:

@@ -1,6 +1,7 @@
 """Thousands of random requests against the slow loop: no mismatch, no leaked slot."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -109,14 +110,15 @@ def _right_feature(text: Any, feature: Tensor) -> None:
     assert int(feature) == fingerprint(text), "a drafter was given the feature of another position"
 
 
-def run(fuzz: Fuzz, batches: list[Batch]) -> int:
-    """One call: several requests, some streams abandoned half-way. Returns the number of requests."""
+def run(fuzz: Fuzz, batches: list[Batch]) -> Counter[str]:
+    """One call: several requests, some streams abandoned half-way. Counts requests and drafts."""
     rng = fuzz.rng
     requests = [random_request(rng, fuzz.vocabulary, fuzz.shared) for _ in range(rng.randrange(1, 10))]
     answers = [fuzz.answer(request) for request in requests]
     stream = stream_requests(fuzz.engine(requests, answers), requests)
     abandon = rng.randrange(1, 12) if rng.random() < 0.15 else None
     events = _collect(stream, abandon)
+    seen = Counter(requests=len(requests))
     for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         mine = [event for event in events if event.index == index]
         ids = [token for event in mine for token in event.token_ids]
@@ -131,10 +133,12 @@ def run(fuzz: Fuzz, batches: list[Batch]) -> int:
         assert (ids, text, mine[-1].finish_reason) == (answer.token_ids, answer.text, answer.finish_reason), where
         assert (output.token_ids, output.text, output.finish_reason) == (ids, text, answer.finish_reason), where
         assert output.stats.emitted == len(ids)
+        seen.update(accepted=output.stats.accepted, refused=output.stats.nodes - output.stats.accepted)
     for batch in batches:
         assert batch.occupied == 0 and not batch.busy
+    seen.update(batches=len(batches))
     batches.clear()
-    return len(requests)
+    return seen
 
 
 def _collect(stream: Iterator[StreamEvent], abandon: int | None) -> list[StreamEvent]:
@@ -146,27 +150,31 @@ def _collect(stream: Iterator[StreamEvent], abandon: int | None) -> list[StreamE
     return events
 
 
-def fuzz_requests(count: int, batches: list[Batch], seed: int) -> None:
-    done = 0
-    while done < count:
+def fuzz_requests(count: int, batches: list[Batch], seed: int) -> Counter[str]:
+    """Compares at least `count` requests with the slow loop, and counts what was tried."""
+    seen = Counter[str]()
+    while seen["requests"] < count:
         fuzz = Fuzz((byte_level(), byte_fallback())[seed % 2], seed)
         for call in range(20):
             try:
-                done += run(fuzz, batches)
+                seen += run(fuzz, batches)
             except AssertionError as error:
                 error.add_note(f"seed {seed}, call {call}")
                 raise
         seed += 1
+    return seen
 
 
 @pytest.mark.oracle
 def test_random_requests(batches: list[Batch]) -> None:
-    fuzz_requests(600, batches, 0)
+    seen = fuzz_requests(600, batches, 0)
+    assert min(seen[kind] for kind in ("accepted", "refused", "batches")) > 50, seen
 
 
 @pytest.mark.verify
 def test_ten_thousand_random_requests(batches: list[Batch]) -> None:
-    fuzz_requests(10_000, batches, 1000)
+    seen = fuzz_requests(10_000, batches, 1000)
+    assert min(seen[kind] for kind in ("accepted", "refused", "batches")) > 1000, seen
 
 
 def test_the_fuzz_would_notice(batches: list[Batch]) -> None:
