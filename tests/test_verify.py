@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from aquiline.sampling import SamplingParams, TokenChooser, draw, uniform
 from aquiline.tree import DraftTree, from_lists
-from aquiline.verify import LossyRule, accept, accept_lossy
+from aquiline.verify import LossyRule, accept, accept_lossy, accept_sampled
 
 VOCAB = 6
 PROMPT = [1, 2]
@@ -140,3 +141,25 @@ def test_the_coin_and_the_draw_are_independent() -> None:
     # Binomial with n = 2000 and p = 1/4: 5 standard deviations, a false alarm in two million.
     assert abs(both - 500) < 97
     assert abs(sum(low for low, _ in pairs) - 1000) < 112 and abs(sum(token for _, token in pairs) - 1000) < 112
+
+
+def test_sampled_acceptance_processes_every_node_behind_its_own_prefix() -> None:
+    """A chain whose tokens have all of p and q, so that it is entered whatever the coins say."""
+    seen: list[list[int]] = []
+
+    def watch(ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(ids[0].tolist())
+        return scores
+
+    chain = [3, 4, 5]
+    logits = torch.full((1, 3, VOCAB), -1e9)
+    for node, token in enumerate((4, 5, 0)):
+        logits[0, node, token] = 0
+    tree = replace(from_lists([(chain, [-1, 0, 1])]), draft_probs=logits.softmax(-1))
+    prefix = [*PROMPT, 3]
+    for params in (SamplingParams(temperature=0.8), SamplingParams()):
+        seen.clear()
+        chooser = TokenChooser(replace(params, logits_processors=(watch,)), 0, len(PROMPT))
+        found = accept_sampled(tree, logits, [chooser], [prefix], torch.Generator())
+        assert (found.path[0].tolist(), int(found.next_token[0])) == ([0, 1, 2], 0)
+        assert seen == [prefix, [*prefix, 4], [*prefix, 4, 5]]
