@@ -153,7 +153,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base: Path) ->
     train(settings)
     before = (base / "diverged" / "checkpoint.pt").read_bytes()
     with pytest.raises(TrainingDiverged, match=r"step 2: loss nan.* last checkpoint is good"):
-        train(dataclasses.replace(settings, lr=float("inf"), muon_lr=0.0))
+        train(dataclasses.replace(settings, lr=float("inf"), muon_lr=0.0), overwrite=True)
     assert (base / "diverged" / "checkpoint.pt").read_bytes() == before
 
 
@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state.torch, "save", no_room)
-    train(settings)
+    train(settings, overwrite=True)
     assert (base / "full" / "checkpoint.pt").read_bytes() == before
     assert not list((base / "full").glob("*.partial*"))
     assert "No space left" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 import typing
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--method", dest="kind", choices=_METHODS, default="eagle3", help="what to train (default: eagle3)"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the output's checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="start anew where the output has a checkpoint")
     parser.add_argument("--preset", choices=sorted(_PRESETS), help="paper: EAGLE's published learning rate and warm-up")
     parser.add_argument("--json", action="store_true", help="end with a JSON object")
     seen: set[str] = set(_OWN)
@@ -72,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from aquiline.checkpoints.targets import resolve_target
     from aquiline.training.heads_settings import KINDS, HeadsSettings
     from aquiline.training.heads_training import train_heads
+    from aquiline.training.processes import is_main_process
     from aquiline.training.settings import TrainSettings
     from aquiline.training.trainer import train
 
@@ -80,12 +83,18 @@ def run(arguments: argparse.Namespace) -> int:
     given["target"] = str(resolve_target(arguments.target))
     with _progress(arguments):
         if heads:
-            report = train_heads(HeadsSettings(**given), resume=arguments.resume)
+            report = train_heads(HeadsSettings(**given), resume=arguments.resume, overwrite=arguments.overwrite)
         else:
-            report = train(TrainSettings(**given), resume=arguments.resume)
+            report = train(TrainSettings(**given), resume=arguments.resume, overwrite=arguments.overwrite)
+    if is_main_process():
+        _show(report, arguments)
+    return 0 if report.stopped == "finished" else 128 + signal.Signals[report.stopped]
+
+
+def _show(report: Any, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report)))
-        return 0
+        return
     print(
         f"{report.stopped}: {report.steps:,} steps, {report.positions:,} positions in {report.seconds / 60:.1f} minutes"
     )
@@ -93,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  n-α on {name}: {' '.join(f'{rate:.3f}' for rate in rates)}")
     if report.stopped == "finished":
         print(f'use it: aquiline generate --target {arguments.target} --draft {arguments.output} "…"')
-    return 0
+    else:
+        print("the same command with --resume goes on from here")
 
 
 @contextmanager

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf, load_state
 from aquiline.targets.target import Target
 
 
-def load_target(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
+def load_target(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    place: Callable[[nn.Module], None] | None = None,
+) -> Target:
     """Loads the target in a folder: our own decoder for its families, transformers for the others.
 
     Args:
         path: folder with config.json and safetensors weights, one file or sharded.
         dtype: of the weights in memory.
         device: where they go.
+        place: spreads or moves the loaded weights further, before a transformers model is probed.
 
     Raises:
         ValueError: for a missing, broken or contradictory file, naming it and the remedy, and for
@@ -40,15 +48,18 @@ def load_target(path: str | Path, dtype: torch.dtype, device: torch.device | str
         try:
             own = config_from_hf(config)
         except ValueError:
-            return _load_with_transformers(folder, dtype, device)  # A setting that our decoder does not compute.
+            return _load_with_transformers(folder, dtype, device, place)  # A setting our decoder does not compute.
         except KeyError as error:
             raise ValueError(f"{folder / 'config.json'} lacks {error}; fetch it again") from error
         except TypeError as error:
             raise ValueError(
                 f"{folder / 'config.json'} has a value of another kind ({error}); fetch it again"
             ) from error
-        return _load_decoder(folder, own, dtype, device)
-    return _load_with_transformers(folder, dtype, device)
+        decoder = _load_decoder(folder, own, dtype, device)
+        if place:
+            place(decoder)
+        return decoder
+    return _load_with_transformers(folder, dtype, device, place)
 
 
 _SIZES = (
@@ -125,7 +136,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_with_transformers(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Target:
+def _load_with_transformers(
+    folder: Path, dtype: torch.dtype, device: torch.device | str, place: Callable[[nn.Module], None] | None
+) -> Target:
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -148,4 +161,7 @@ def _load_with_transformers(folder: Path, dtype: torch.dtype, device: torch.devi
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills these with random numbers.
         raise ValueError(f"{folder} lacks the tensors {missing[:5]} of {type(model).__name__}; fetch it again")
-    return HFTarget(model.to(device).eval())
+    model = model.to(device).eval()
+    if place:
+        place(model)
+    return HFTarget(model)

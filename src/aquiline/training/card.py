@@ -22,7 +22,9 @@ def write_card(run: Run, acceptance: Mapping[str, Acceptance]) -> Path:
         The file.
     """
     path = Path(run.settings.output) / "head" / "README.md"
-    sections = [_title(run), _quality(acceptance), _calibration(acceptance), _recipe(run)]
+    sections = [_title(run), _quality(acceptance)]
+    sections += [_calibration(acceptance)] if acceptance else []
+    sections.append(_recipe(run))
     path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     return path
 
@@ -41,8 +43,11 @@ def _title(run: Run) -> str:
 
 
 def _quality(acceptance: Mapping[str, Acceptance]) -> str:
+    title = "## Acceptance on held-out conversations"
+    if not acceptance:
+        return f"{title}\n\nIt was not measured: no conversation was held out."
     lines = [
-        "## Acceptance on held-out conversations",
+        title,
         "",
         "n-α: share accepted at depth n+1 of those accepted at depth n, greedy chain. τ: tokens "
         "per target forward, the target's own included.",

@@ -11,8 +11,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch import Tensor
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import decoder_layers
 from aquiline.targets.target import Feature, Target
+from aquiline.training.processes import is_main_process
+from aquiline.training.sharding import gathered
 
 _SHARD_BYTES = 256 << 20
 
@@ -38,8 +41,8 @@ def compute_features(target: Target, tokens: Tensor, features: Sequence[Feature]
     Returns:
         (T, F) in the target's dtype.
     """
-    if isinstance(target, Decoder) and all(window is None for window in target.config.windows):
-        return _decoder_features(target, tokens, features)
+    if isinstance(target, Decoder):
+        return decoder_features(target, [tokens], features)[0]
     positions = torch.arange(len(tokens), device=tokens.device)[None]
     nothing = torch.zeros(1, 0, dtype=torch.int64, device=tokens.device)
     cache = target.new_cache(1, len(tokens))
@@ -48,27 +51,90 @@ def compute_features(target: Target, tokens: Tensor, features: Sequence[Feature]
     return out.features[0]
 
 
-def _decoder_features(target: Decoder, tokens: Tensor, features: Sequence[Feature]) -> Tensor:
-    """The decoder without its cache: fused causal attention, no logits."""
-    width = len(tokens)
-    positions = torch.arange(width, device=tokens.device)[None]
-    cos, sin = target.rotary(positions, width)
-    hidden = target.embed_tokens(tokens[None])
-    taken: dict[Feature, Tensor] = {}
-    for i, layer in enumerate(decoder_layers(target.layers)):
-        if i in features:
-            taken[i] = hidden
-        rotated = target.config.rotary[i]
-        attention = layer.self_attn
-        q, k, v = attention.qkv(layer.input_layernorm(hidden), cos if rotated else None, sin if rotated else None)
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=attention.scale, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        hidden = layer.finish(hidden, mixed.transpose(1, 2).reshape(1, width, -1))
-    taken[target.config.num_layers] = hidden
-    if "final" in features:
-        taken["final"] = target.norm(hidden)
-    return torch.cat([taken[f] for f in features], dim=-1)[0]
+Apply = Callable[[Callable[["_Stream"], None], Sequence["_Stream"]], Iterable[None]]
+"""Calls a function with each of some streams: `map`, or that of a pool of workers."""
+
+
+@dataclass(eq=False)
+class _Stream:
+    """A conversation on its way through the layers: hidden (1, T, H), cos and sin, features taken so far."""
+
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+    taken: dict[Feature, Tensor] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def decoder_features(
+    target: Decoder, texts: Sequence[Tensor], features: Sequence[Feature], apply: Apply = map
+) -> list[Tensor]:
+    """Takes conversations through our decoder, all of them layer by layer, each for itself.
+
+    Without the cache: fused causal attention, no logits. Processes that share a target call this
+    together, with as many conversations as each has.
+
+    Args:
+        target: the decoder.
+        texts: (T,) int64 each.
+        features: as in `compute_features`.
+        apply: runs the conversations through a layer.
+
+    Returns:
+        (T, F) for each conversation.
+    """
+    streams = []
+    for tokens in texts:
+        positions = torch.arange(len(tokens), device=tokens.device)[None]
+        streams.append(_Stream(target.embed_tokens(tokens[None]), *target.rotary(positions, len(tokens))))
+    for i, _ in enumerate(gathered(list(target.layers))):
+        for _ in apply(partial(_through_layer, target, i, i in features), streams):
+            pass
+    for stream in streams:
+        stream.taken[target.config.num_layers] = stream.hidden
+        if "final" in features:
+            stream.taken["final"] = target.norm(stream.hidden)
+    return [torch.cat([stream.taken[f] for f in features], dim=-1)[0] for stream in streams]
+
+
+@torch.no_grad()
+def _through_layer(target: Decoder, i: int, take: bool, stream: _Stream) -> None:
+    layer, hidden, width = decoder_layers(target.layers)[i], stream.hidden, stream.hidden.shape[1]
+    if take:
+        stream.taken[i] = hidden
+    rotated, attention = target.config.rotary[i], layer.self_attn
+    q, k, v = attention.qkv(
+        layer.input_layernorm(hidden), stream.cos if rotated else None, stream.sin if rotated else None
+    )
+    window, seen = target.config.windows[i], None
+    if window is not None and window < width:
+        seen = torch.ones(width, width, dtype=torch.bool, device=hidden.device).tril().triu(1 - window)
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, seen, is_causal=seen is None, scale=attention.scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    stream.hidden = layer.finish(hidden, mixed.transpose(1, 2).reshape(1, width, -1))
+
+
+def features_in_step(
+    target: Target, texts: Sequence[Tensor], features: Sequence[Feature], apply: Apply
+) -> list[Tensor]:
+    """Features of one process's conversations, where all processes gather the target's layers together.
+
+    Every process must call it, with any number of conversations for our decoder, and at most one for
+    a target that transformers computes.
+
+    Args:
+        target: a target whose layers are spread.
+        texts: (T,) int64 each.
+        features: as in `compute_features`.
+        apply: runs the conversations through a layer.
+    """
+    if isinstance(target, Decoder):
+        return decoder_features(target, texts, features, apply)
+    assert len(texts) <= 1
+    if not texts:  # the others' layers do not come together without this process
+        compute_features(target, torch.zeros(1, dtype=torch.int64, device=target.device), features)
+    return [compute_features(target, tokens, features) for tokens in texts]
 
 
 def feature_stamp(
@@ -113,6 +179,10 @@ class FeatureStore:
     def layout(self) -> tuple[Feature, ...]:
         """What a stored row holds, in order; "final" is always in it."""
         return tuple("final" if f == "final" else int(f) for f in self.stamp["features"])
+
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            return key in self.pending or key in self.written
 
     def get(self, key: str) -> Tensor | None:
         """Returns the (T, F) features of a conversation, or None where they are unknown."""
@@ -167,6 +237,28 @@ class FeatureStore:
         self.pending.clear()
 
 
+def announce_room(store: FeatureStore, wanted: int) -> None:
+    """Says how large a folder becomes, before hours are spent on filling it.
+
+    Args:
+        store: the folder.
+        wanted: bytes of all features that it may come to hold.
+
+    Raises:
+        ValueError: if the disk has no room for what is missing.
+    """
+    there = sum(path.stat().st_size for path in store.folder.glob("shard-*.safetensors"))
+    free, missing = shutil.disk_usage(store.folder).free, max(0, wanted - there)
+    sizes = f"up to {wanted / 1e9:.2f} GB, {there / 1e9:.2f} GB are there, {free / 1e9:.2f} GB are free"
+    if missing > free:
+        raise ValueError(
+            f"features in {store.folder}: {sizes}; name a folder on a larger disk, use fewer conversations "
+            "(limit_conversations), or leave features out"
+        )
+    if is_main_process():
+        print(f"features in {store.folder}: {sizes}", flush=True)
+
+
 def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
     """Opens or starts a feature folder.
 
@@ -189,7 +281,9 @@ def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
                 "name an empty folder, or delete this one"
             )
     else:
-        path.write_text(json.dumps(stamp, indent=2) + "\n")
+        scratch = path.with_suffix(f".partial-{os.getpid()}")  # another process may read it now
+        scratch.write_text(json.dumps(stamp, indent=2) + "\n")
+        os.replace(scratch, path)
     store = FeatureStore(folder, stamp)
     for shard in sorted(folder.glob("shard-*.safetensors")):
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aquiline.training.losses import RULES
+from aquiline.training.settings import check_limits, check_numbers
 
 KINDS = ("medusa", "hydra", "small-model")
 
@@ -98,13 +99,14 @@ class HeadsSettings:
         weights = self.data_weights
         if weights and (len(weights) != len(self.data) or min(weights) < 0 or not sum(weights)):
             raise ValueError(f"data_weights {weights} must give a share ≥ 0 for each of {len(self.data)} data sets")
-        for name in ("num_heads", "num_blocks", "num_layers", "draft_vocab_size", "batch_positions", "total_positions"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_length < 3:
-            raise ValueError(f"max_length is {self.max_length}; it must be at least 3")
-        if not 0 <= self.decay_share <= 1:
-            raise ValueError(f"decay_share is {self.decay_share}; allowed: 0 … 1")
+        check_limits(self.limit_conversations, len(self.data))
+        check_numbers(self, "≥ 1", "num_heads", "num_blocks", "num_layers", "draft_vocab_size", "batch_positions")
+        check_numbers(self, "≥ 1", "micro_positions", "total_positions", "log_steps")
+        check_numbers(self, "≥ 0", "regress_positions", "warmup_positions", "save_minutes", "workers")
+        check_numbers(self, "≥ 0", "weight_decay", "muon_lr")
+        check_numbers(self, "> 0", "lr", "clip", "depth_decay")
+        check_numbers(self, "≥ 3", "max_length")
+        check_numbers(self, "0 … 1", "decay_share")
 
     @property
     def matrix_rate(self) -> float:

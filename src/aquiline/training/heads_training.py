@@ -17,16 +17,25 @@ from torch import Tensor
 from aquiline.checkpoints.targets import target_fingerprint
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
-from aquiline.training.dataset import TrainingSet, open_training_set
-from aquiline.training.features import FeatureStore, compute_features, conversation_key, feature_stamp, open_features
+from aquiline.training.dataset import TrainingSet
+from aquiline.training.features import (
+    FeatureStore,
+    announce_room,
+    compute_features,
+    conversation_key,
+    feature_stamp,
+    open_features,
+)
 from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.initial import draft_vocabulary
 from aquiline.training.new_students import new_student, save_student
 from aquiline.training.optim import make_optimisers, rate_factor, set_rate
+from aquiline.training.processes import refuse_several_processes
 from aquiline.training.regression import Regression
-from aquiline.training.running import append_metrics, stop_signals, validation_texts
+from aquiline.training.run_sets import RunSets, check_sets, open_sets
+from aquiline.training.running import append_metrics, make_output, say_unmeasured, stop_signals, validation_texts
 from aquiline.training.settings import MAY_CHANGE
-from aquiline.training.state import keep_freed_memory
+from aquiline.training.state import keep_freed_memory, positions_to_keep
 from aquiline.training.step import TrainingDiverged
 from aquiline.training.stream import Mixture, micro_batches
 from aquiline.training.student_validation import StudentAcceptance, measure_student
@@ -39,6 +48,7 @@ class _Run:
     """Everything that changes while training."""
 
     settings: HeadsSettings
+    sets: RunSets
     target: Decoder
     target_head: Tensor
     vocabulary: Tensor | None
@@ -55,21 +65,25 @@ class _Run:
     acceptance: dict[str, StudentAcceptance] = field(default_factory=dict)
 
 
-def train_heads(settings: HeadsSettings, *, resume: bool = False) -> TrainReport:
+def train_heads(settings: HeadsSettings, *, resume: bool = False, overwrite: bool = False) -> TrainReport:
     """Trains Medusa or Hydra heads or a small model; leaves it in the folder ``head`` of the output.
 
     Args:
         settings: the run.
         resume: go on from the checkpoint in the output folder, where there is one.
+        overwrite: start anew where there is one.
 
     Raises:
-        ValueError: for settings, data or a checkpoint that do not fit together.
+        ValueError: for settings, data or a checkpoint that do not fit together, and for a checkpoint that
+            is there and neither argument spoke of.
         TrainingDiverged: at a loss that is not finite.
     """
+    refuse_several_processes(f"training of {settings.kind}")
     keep_freed_memory()
     began, threads, output = time.monotonic(), torch.get_num_threads(), Path(settings.output)
-    output.mkdir(parents=True, exist_ok=True)
+    make_output(output, resume=resume, overwrite=overwrite)
     run = _start(settings)
+    say_unmeasured(run.sets.empty(settings.validation or settings.data))
     if resume and (output / "checkpoint.pt").is_file():
         _restore(run, output / "checkpoint.pt")
     elif isinstance(run.student, HeadsStudent) and settings.regress_positions:
@@ -106,12 +120,17 @@ def _regress(run: _Run, student: HeadsStudent) -> None:
 
 
 def _start(settings: HeadsSettings) -> _Run:
+    opened = open_sets(settings.target, settings.data, settings.validation or settings.data)
     target = load_target(settings.target, getattr(torch, settings.dtype))
     if not isinstance(target, Decoder):
         raise ValueError(
             f"{settings.target}: training reads the target through our own decoder, which cannot compute it"
         )
-    sets = [open_training_set(path) for path in settings.data]
+    sets = opened.train
+    if settings.max_length > target.shape.max_positions:
+        raise ValueError(
+            f"max_length is {settings.max_length}, the target's context {target.shape.max_positions} tokens; lower it"
+        )
     vocabulary, rows = None, target.lm_head.weight.detach()
     size = settings.vocabulary_size(target.shape.vocab_size)
     if size < target.shape.vocab_size:
@@ -127,6 +146,8 @@ def _start(settings: HeadsSettings) -> _Run:
             fingerprint, ("final",), {str(i): s.fingerprint for i, s in enumerate(sets)}, settings.max_length
         )
         store = open_features(settings.features, stamp)
+        size = len(store.layout) * target.shape.hidden_size * target.dtype.itemsize
+        announce_room(store, positions_to_keep(sets, settings) * size)
     weights = settings.data_weights or tuple(float(s.lengths.sum()) for s in sets)
     mixture = Mixture(sets, weights, settings.max_length, settings.seed, settings.limit_conversations)
     # Grown here, before several threads would grow it at once.
@@ -134,7 +155,7 @@ def _start(settings: HeadsSettings) -> _Run:
     workers = settings.workers or max(1, len(os.sched_getaffinity(0)))
     replicas = [student.replica() for _ in range(workers)]
     return _Run(
-        settings, target, rows, vocabulary, fingerprint, student, replicas, optimisers, mixture, store
+        settings, opened, target, rows, vocabulary, fingerprint, student, replicas, optimisers, mixture, store
     )  # fmt: skip
 
 
@@ -249,8 +270,7 @@ def _validate(run: _Run) -> None:
     """Measures the student on the validation splits."""
     replica = run.replicas[0]
     _refresh(replica, run.student)
-    for path in run.settings.validation or run.settings.data:
-        data = open_training_set(path, split="validation")
+    for path, data in run.sets.validation.items():
         conversations = validation_texts(data, run.settings.max_length, run.target.device)
         measured = measure_student(replica, run.target, run.vocabulary, conversations)
         run.acceptance[path] = measured
@@ -269,6 +289,7 @@ def _save(run: _Run) -> None:
     output = Path(run.settings.output)
     state = {
         "settings": run.settings.record(),
+        "sets": run.sets.fingerprints,
         "network": run.student.network.state_dict(),
         "optimisers": [optimiser.state_dict() for optimiser in run.optimisers],
         "mixture": run.mixture.state(),
@@ -300,6 +321,7 @@ def _restore(run: _Run, path: Path) -> None:
         raise ValueError(
             f"{path} was made with other settings ({'; '.join(different)}); use those, or start anew in another folder"
         )
+    check_sets(run.sets, state, path)
     run.student.network.load_state_dict(state["network"])
     for optimiser, saved_state in zip(run.optimisers, state["optimisers"], strict=True):
         optimiser.load_state_dict(saved_state)

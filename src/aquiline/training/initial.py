@@ -6,20 +6,22 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aquiline.drafters.eagle import (
     DraftHead,
+    Eagle3Layer,
     Eagle3Network,
     EagleNetwork,
     HeadConfig,
     build_network,
 )
 from aquiline.targets.decoder import Decoder
-from aquiline.targets.layers import decoder_layers
+from aquiline.targets.layers import DecoderLayer, decoder_layers
 from aquiline.targets.target import Feature, Target, eagle3_layers
 from aquiline.training.dataset import TrainingSet
 from aquiline.training.settings import TrainSettings
+from aquiline.training.sharding import whole
 from aquiline.training.target_parts import draft_layer, read_out_rows
 
 
@@ -81,15 +83,27 @@ def _start_eagle3(network: Eagle3Network, target: Target, vocabulary: Tensor | N
         layer.mlp.down_proj.weight.zero_()
         return
     last = decoder_layers(target.layers)[-1]
-    layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
+    with whole(last):
+        _copy_layer(layer, last, hidden)
+    network.norm.load_state_dict(target.norm.state_dict())
+
+
+def _copy_layer(layer: Eagle3Layer, last: DecoderLayer, hidden: int) -> None:
+    """The target's last layer; q, k and v read the feature half of the draft layer's input."""
+    _copy(last.self_attn.o_proj, layer.self_attn.o_proj)
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(layer.self_attn, name).weight
         weight[:, :hidden].mul_(0.1)
         weight[:, hidden:] = getattr(last.self_attn, name).weight
-    layer.mlp.load_state_dict(last.mlp.state_dict())
-    network.norm.load_state_dict(target.norm.state_dict())
-    layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
-    layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
+    _copy(last.mlp, layer.mlp)
+    _copy(last.input_layernorm, layer.hidden_norm)
+    _copy(last.post_attention_layernorm, layer.post_attention_layernorm)
+
+
+def _copy(source: nn.Module, into: nn.Module) -> None:
+    """Copies parameters one by one: a spread layer falls apart again when its state dict is asked for."""
+    for name, parameter in source.named_parameters():
+        into.get_parameter(name).copy_(parameter)
 
 
 def _start_eagle(network: EagleNetwork) -> None:

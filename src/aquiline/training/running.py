@@ -36,6 +36,38 @@ def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def make_output(output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Makes a run's folder, and looks after what lies there.
+
+    Args:
+        output: the folder.
+        resume: the run goes on from a checkpoint there.
+        overwrite: a run that lies there is given up.
+
+    Raises:
+        ValueError: if there is a checkpoint, and neither was said.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    if resume or not (output / "checkpoint.pt").is_file():
+        return
+    if not overwrite:
+        raise ValueError(
+            f"{output} holds the checkpoint of a run; go on with it (--resume), give it up (--overwrite), or name "
+            "another folder"
+        )
+    (output / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def say_unmeasured(empty: Sequence[str]) -> None:
+    """Says before a run on which sets it will not be measured."""
+    for path in empty:
+        print(
+            f"{path} holds no conversation for validation: acceptance is not measured there; "
+            "prepare more conversations, or a larger share (--validation 0.2)",
+            flush=True,
+        )
+
+
 def append_metrics(output: str | Path, record: Mapping[str, Any]) -> None:
     """Adds a line to a run's ``metrics.jsonl``, numbers to five digits."""
     with (Path(output) / "metrics.jsonl").open("a", encoding="utf-8") as file:

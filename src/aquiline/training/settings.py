@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aquiline.drafters.eagle import INPUTS
 from aquiline.training.losses import RULES
 
-MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "workers", "tensorboard")
+MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "workers", "tensorboard", "shard_target")
 """Settings that a resumed run may change without becoming another run."""
 
 
@@ -63,6 +63,8 @@ class TrainSettings:
         log_steps: metrics interval in optimiser steps.
         workers: micro-batches computed at a time, each by one thread; 0: one per core. The
             result does not depend on it.
+        shard_target: each process of several keeps a part of each of the target's layers; the head stays
+            whole. The result does not depend on it.
         dtype: in which the target and the copies of the head compute: "bfloat16" or "float32".
         tensorboard: also write TensorBoard events into the output folder.
         seed: order of the data and noise.
@@ -105,6 +107,7 @@ class TrainSettings:
     validate_positions: int = 200_000
     log_steps: int = 5
     workers: int = 0
+    shard_target: bool = False
     dtype: str = "bfloat16"
     tensorboard: bool = False
     seed: int = 0
@@ -132,13 +135,45 @@ class TrainSettings:
             raise ValueError(f"loss {self.loss!r} is not known; allowed: {', '.join(RULES)}")
         if self.kind == "eagle" and not self.token_weight and not self.feature_weight:
             raise ValueError("token_weight and feature_weight are both 0: there is nothing to learn")
-        for name in ("ttt_steps", "batch_positions", "micro_positions", "total_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_length < 3:
-            raise ValueError(f"max_length is {self.max_length}; it must be at least 3")
-        if not 0 <= self.decay_share <= 1:
-            raise ValueError(f"decay_share is {self.decay_share}; allowed: 0 … 1")
+        check_limits(self.limit_conversations, len(self.data))
+        check_numbers(self, "≥ 1", "ttt_steps", "batch_positions", "micro_positions", "total_positions")
+        check_numbers(self, "≥ 1", "draft_vocab_size", "validate_positions", "log_steps")
+        check_numbers(self, "≥ 0", "warmup_positions", "save_minutes", "workers", "weight_decay", "muon_lr")
+        check_numbers(self, "≥ 0", "token_weight", "feature_weight", "feature_noise")
+        check_numbers(self, "> 0", "lr", "clip", "step_decay")
+        check_numbers(self, "≥ 3", "max_length")
+        check_numbers(self, "0 … 1", "decay_share")
+
+
+_BOUNDS: dict[str, Callable[[float], bool]] = {
+    "≥ 1": lambda value: value >= 1,
+    "≥ 3": lambda value: value >= 3,
+    "≥ 0": lambda value: value >= 0,
+    "> 0": lambda value: value > 0,
+    "0 … 1": lambda value: 0 <= value <= 1,
+}
+
+
+def check_numbers(settings: Any, allowed: str, *names: str) -> None:
+    """Refuses settings outside a range, NaN among them; None is not looked at.
+
+    Raises:
+        ValueError: naming the setting, its value and the range.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not _BOUNDS[allowed](value):
+            raise ValueError(f"{name} is {value}; allowed: {allowed}")
+
+
+def check_limits(limits: Sequence[int], sets: int) -> None:
+    """Refuses `limit_conversations` that do not give each training set its limit.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if limits and (len(limits) != sets or min(limits) < 0):
+        raise ValueError(f"limit_conversations {tuple(limits)} must give a number ≥ 0 for each of {sets} data sets")
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:

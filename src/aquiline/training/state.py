@@ -6,11 +6,13 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +23,17 @@ from aquiline.checkpoints.targets import target_fingerprint
 from aquiline.drafters.eagle import DraftHead
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
-from aquiline.targets.target import Feature, Target
-from aquiline.training.dataset import TrainingSet, open_training_set
-from aquiline.training.features import FeatureStore, feature_stamp, open_features
+from aquiline.targets.target import Feature, Target, check_features
+from aquiline.training.dataset import TrainingSet
+from aquiline.training.features import FeatureStore, announce_room, feature_stamp, open_features
+from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.initial import draft_vocabulary, new_head
 from aquiline.training.learner import Learner, LossSettings, replicate
 from aquiline.training.optim import make_optimisers
+from aquiline.training.processes import shards_target, start_processes, take_from_main
+from aquiline.training.run_sets import RunSets, check_sets, open_sets
 from aquiline.training.settings import TrainSettings, changed_settings, settings_record
+from aquiline.training.sharding import load_sharded
 from aquiline.training.stream import Mixture
 from aquiline.training.target_parts import embedding_table, read_out_rows
 
@@ -39,6 +45,7 @@ class Run:
     Attributes:
         settings: what was asked.
         target: frozen.
+        sets: what it learns from and is measured on.
         embedding: (V, H) its embeddings.
         head: the head; its network holds the float32 master weights.
         learner: the masters with their loss.
@@ -49,6 +56,7 @@ class Run:
         replicas: bfloat16 copies, one per worker.
         pool: the workers.
         accelerator: knows the processes of a distributed run.
+        sharded: the target's layers are spread over them.
         step, seen: optimiser steps and positions so far.
         decay_from, decay_to, peak: see `aquiline.training.optim.rate_factor`.
         stopped: name of the signal that ends the run, or empty.
@@ -56,6 +64,7 @@ class Run:
 
     settings: TrainSettings
     target: Target
+    sets: RunSets
     embedding: Tensor
     head: DraftHead
     learner: Learner
@@ -66,6 +75,7 @@ class Run:
     replicas: list[Learner]
     pool: ThreadPoolExecutor
     accelerator: Any
+    sharded: bool = False
     free: list[Learner] = field(default_factory=list)
     step: int = 0
     seen: int = 0
@@ -102,12 +112,17 @@ def start_run(settings: TrainSettings) -> Run:
     Raises:
         ValueError: for settings, data, target or head that do not fit together.
     """
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    target = load_target(settings.target, getattr(torch, settings.dtype), accelerator.device)
-    sets = [open_training_set(path) for path in settings.data]
+    opened = open_sets(settings.target, settings.data, settings.validation or settings.data)
+    accelerator, dtype = start_processes(), getattr(torch, settings.dtype)
+    sharded = shards_target(settings.shard_target, accelerator.num_processes)
+    if sharded:
+        target = load_sharded(settings.target, dtype, accelerator)
+    else:
+        target = load_target(settings.target, dtype, accelerator.device)
+    _check_lengths(settings, target)
+    sets = list(opened.train)
     head = _first_head(settings, target, sets)
+    take_from_main(accelerator, head.network.parameters())
     learner = _learner(settings, target, head, sets)
     optimisers = make_optimisers(
         list(head.network.named_parameters()), settings.lr, settings.muon_lr, settings.weight_decay
@@ -115,7 +130,7 @@ def start_run(settings: TrainSettings) -> Run:
     weights = settings.data_weights or tuple(float(s.lengths.sum()) for s in sets)
     limit = settings.limit_conversations
     mixture = Mixture(sets, weights, settings.max_length, settings.seed, limit)
-    store, layout = _features(settings, head, sets)
+    store, layout = _features(settings, target, head, sets)
     on_cpu = accelerator.device.type == "cpu"
     cores = len(os.sched_getaffinity(0)) // accelerator.num_processes if on_cpu else 1
     workers = settings.workers or max(1, cores)
@@ -125,6 +140,7 @@ def start_run(settings: TrainSettings) -> Run:
     return Run(
         settings=settings,
         target=target,
+        sets=opened,
         embedding=embedding_table(target),
         head=head,
         learner=learner,
@@ -133,8 +149,9 @@ def start_run(settings: TrainSettings) -> Run:
         store=store,
         layout=layout,
         replicas=[replicate(learner) for _ in range(workers)],
-        pool=ThreadPoolExecutor(workers),
+        pool=ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)),
         accelerator=accelerator,
+        sharded=sharded,
         decay_from=int(settings.total_positions * (1 - settings.decay_share)),
         decay_to=settings.total_positions,
     )
@@ -167,7 +184,7 @@ def _learner(settings: TrainSettings, target: Target, head: DraftHead, sets: lis
 
 
 def _features(
-    settings: TrainSettings, head: DraftHead, sets: list[TrainingSet]
+    settings: TrainSettings, target: Target, head: DraftHead, sets: list[TrainingSet]
 ) -> tuple[FeatureStore | None, tuple[Feature, ...]]:
     layout = tuple(dict.fromkeys((*head.config.features, *settings.keep_layers, "final")))
     if settings.features is None:
@@ -176,7 +193,26 @@ def _features(
     fingerprints = {str(i): s.fingerprint for i, s in enumerate(sets)}
     stamp = feature_stamp(head.target_fingerprint, layout, fingerprints, settings.max_length)
     store = open_features(settings.features, stamp)
+    size = len(store.layout) * target.shape.hidden_size * target.dtype.itemsize
+    announce_room(store, positions_to_keep(sets, settings) * size)
     return store, store.layout
+
+
+def positions_to_keep(sets: Sequence[TrainingSet], settings: TrainSettings | HeadsSettings) -> int:
+    """The most positions whose features a run can come to: those of its sets, or of its length."""
+    limits = settings.limit_conversations or (0,) * len(sets)
+    lengths = [data.lengths.clip(max=settings.max_length) for data in sets]
+    there = sum(int(np.sort(part)[-limit:].sum()) for part, limit in zip(lengths, limits, strict=True))
+    return min(there, settings.total_positions + settings.batch_positions + settings.max_length)
+
+
+def _check_lengths(settings: TrainSettings, target: Target) -> None:
+    shape = target.shape
+    if settings.max_length > shape.max_positions:
+        raise ValueError(
+            f"max_length is {settings.max_length}, the target's context {shape.max_positions} tokens; lower it"
+        )
+    check_features((*(settings.layers or ()), *settings.keep_layers), shape.num_layers)
 
 
 def save(run: Run) -> bool:
@@ -192,6 +228,7 @@ def save(run: Run) -> bool:
     output = Path(run.settings.output)
     state = {
         "settings": settings_record(run.settings),
+        "sets": run.sets.fingerprints,
         "network": run.head.network.state_dict(),
         "optimisers": [optimiser.state_dict() for optimiser in run.optimisers],
         "mixture": run.mixture.state(),
@@ -223,6 +260,7 @@ def restore(run: Run, path: Path) -> None:
             f"{path} was made with other settings ({'; '.join(different)}); use those, or start "
             "anew in another folder (`init` takes over the weights)"
         )
+    check_sets(run.sets, state, path)
     run.head.network.load_state_dict(state["network"])
     for optimiser, saved in zip(run.optimisers, state["optimisers"], strict=True):
         optimiser.load_state_dict(saved)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aquiline.drafters.eagle import EagleNetwork
-from aquiline.training.features import compute_features, conversation_key
+from aquiline.targets.decoder import Decoder
+from aquiline.training.features import compute_features, conversation_key, features_in_step
 from aquiline.training.initial import fit_fusion
 from aquiline.training.learner import Example, build_micro_batch, counts, gradients, refresh, token_shift
 from aquiline.training.optim import rate_factor, set_rate
+from aquiline.training.processes import largest, take_from_main
 from aquiline.training.state import Run
 from aquiline.training.stream import micro_batches
 
@@ -50,6 +53,8 @@ def optimiser_step(run: Run) -> StepReport:
     lengths = [len(tokens) for tokens, _ in texts]
     groups = micro_batches(lengths, settings.micro_positions, pack=settings.pack)
     mine = groups[run.accelerator.process_index :: run.accelerator.num_processes]
+    own = [i for group in mine for i in group]
+    ahead = _features_ahead(run, [chosen[i] for i in own], [texts[i][0] for i in own])
     for replica in run.replicas:
         refresh(replica, run.learner)
     run.free = list(run.replicas)
@@ -57,7 +62,7 @@ def optimiser_step(run: Run) -> StepReport:
 
     def work(group: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         torch.set_num_threads(1)
-        examples = [_example(run, *chosen[i], *texts[i]) for i in group]
+        examples = [_example(run, *chosen[i], *texts[i], ahead) for i in group]
         micro = build_micro_batch(examples, run.embedding, settings.ttt_steps, pack=settings.pack, shift=shift)
         replica = run.free.pop()
         result = gradients(replica, micro, scales)
@@ -94,10 +99,11 @@ def fit_start(run: Run, positions: int = 40_000) -> float:
     chosen = run.mixture.next_batch(positions)
     run.mixture.restore(before)
     texts = [_text(run, source, index) for source, index in chosen]
+    ahead = _features_ahead(run, chosen, [tokens for tokens, _ in texts])
 
     def features(i: int) -> Tensor:
         torch.set_num_threads(1)
-        return _example(run, *chosen[i], *texts[i]).final
+        return _example(run, *chosen[i], *texts[i], ahead).final
 
     finals = list(run.pool.map(features, range(len(chosen))))
     # Row 0 is left out: the first token's states are unlike all others.
@@ -105,7 +111,9 @@ def fit_start(run: Run, positions: int = 40_000) -> float:
     tokens = torch.cat([tokens[1 + shift :][: len(tokens) - 2] for tokens, _ in texts])
     embedded = run.target.embed(tokens)
     now, after = torch.cat([f[1:-1] for f in finals]), torch.cat([f[2:] for f in finals])
-    return fit_fusion(network, embedded, now, after)
+    share = fit_fusion(network, embedded, now, after)
+    take_from_main(run.accelerator, network.parameters())
+    return share
 
 
 def _reduce(run: Run, parameters: list[torch.nn.Parameter], sums: Tensor) -> Tensor:
@@ -152,10 +160,49 @@ def _text(run: Run, source: int, index: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.from_numpy(row.loss_mask[:length]).to(run.target.device)
 
 
-def _example(run: Run, source: int, index: int, tokens: Tensor, mask: Tensor) -> Example:
-    """Adds the features to a conversation, from the folder where they are known."""
+def _features_ahead(run: Run, chosen: Sequence[tuple[int, int]], texts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Features of this process's conversations where the target is spread: all processes compute in step.
+
+    Nothing where it is not: each worker then computes what its micro-batch needs.
+    """
+    if not run.sharded:
+        return {}
+    keys = [conversation_key(*place) for place in chosen]
+    unknown = {key: tokens for key, tokens in zip(keys, texts, strict=True) if not run.store or key not in run.store}
+    parts = _parts(unknown, run.settings.batch_positions if isinstance(run.target, Decoder) else 0)
+    found: dict[str, Tensor] = {}
+    (turns,) = largest(run.accelerator, len(parts))
+    for turn in range(turns):
+        part = parts[turn] if turn < len(parts) else []
+        rows = features_in_step(run.target, [unknown[key] for key in part], run.layout, run.pool.map)
+        found.update(zip(part, rows, strict=True))
+    if run.store:
+        for key, computed in found.items():
+            run.store.put(key, computed.cpu())
+    return found
+
+
+def _parts(texts: dict[str, Tensor], positions: int) -> list[list[str]]:
+    """Splits conversations into groups of at most so many positions, or of one conversation."""
+    parts: list[list[str]] = []
+    room = 0
+    for key, tokens in texts.items():
+        if not parts or len(tokens) > room:
+            parts.append([])
+            room = positions
+        parts[-1].append(key)
+        room -= len(tokens)
+    return parts
+
+
+def _example(
+    run: Run, source: int, index: int, tokens: Tensor, mask: Tensor, ahead: dict[str, Tensor] | None = None
+) -> Example:
+    """Adds the features to a conversation, from `ahead` or the folder where they are known."""
     key = conversation_key(source, index)
-    rows = run.store.get(key) if run.store else None
+    rows = ahead.get(key) if ahead else None
+    if rows is None and run.store:
+        rows = run.store.get(key)
     if rows is None:
         rows = compute_features(run.target, tokens, run.layout)
         if run.store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 
 from aquiline.training.card import write_card
-from aquiline.training.dataset import open_training_set
-from aquiline.training.running import append_metrics, stop_signals, validation_texts
+from aquiline.training.processes import largest
+from aquiline.training.running import append_metrics, make_output, say_unmeasured, stop_signals, validation_texts
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import Run, keep_freed_memory, restore, save, start_run
 from aquiline.training.step import StepReport, TrainingDiverged, fit_start, optimiser_step, rate
@@ -40,27 +41,32 @@ class TrainReport:
     stopped: str
 
 
-def train(settings: TrainSettings, *, resume: bool = False) -> TrainReport:
+def train(settings: TrainSettings, *, resume: bool = False, overwrite: bool = False) -> TrainReport:
     """Trains a draft head; leaves it with a model card in the folder ``head`` of the output.
 
     Args:
         settings: the run.
         resume: go on from the checkpoint in the output folder, where there is one.
+        overwrite: start anew where there is one.
 
     Raises:
-        ValueError: for settings, data or a checkpoint that do not fit together.
+        ValueError: for settings, data or a checkpoint that do not fit together, and for a checkpoint that
+            is there and neither argument spoke of.
         TrainingDiverged: at a loss that is not finite.
     """
-    keep_freed_memory()
     threads = torch.get_num_threads()
     output = Path(settings.output)
-    output.mkdir(parents=True, exist_ok=True)
+    make_output(output, resume=resume, overwrite=overwrite)
     run = start_run(settings)
-    if resume and (output / "checkpoint.pt").is_file():
+    keep_freed_memory()  # not before: what loading freed goes back
+    if resume and _is_there(run, output / "checkpoint.pt"):
         restore(run, output / "checkpoint.pt")
     elif (settings.kind, settings.init, settings.start) == ("eagle", None, "target"):
         share = fit_start(run)
-        print(f"the fusing linear explains {share:.0%} of the next feature's variance", flush=True)
+        if run.main:
+            print(f"the fusing linear explains {share:.0%} of the next feature's variance", flush=True)
+    if run.main:
+        say_unmeasured(run.sets.empty(settings.validation or settings.data))
     try:
         with stop_signals(partial(setattr, run, "stopped")):
             acceptance = _loop(run)
@@ -76,12 +82,19 @@ def train(settings: TrainSettings, *, resume: bool = False) -> TrainReport:
     )
 
 
+def _is_there(run: Run, checkpoint: Path) -> bool:
+    here = int(checkpoint.is_file())
+    somewhere, missing = largest(run.accelerator, here, 1 - here)
+    if somewhere and missing:
+        raise ValueError(f"{checkpoint} is not seen by every process; give an output folder that all machines share")
+    return bool(here)
+
+
 def _loop(run: Run) -> dict[str, Acceptance]:
     settings, output = run.settings, Path(run.settings.output)
     began, at_start = time.monotonic(), run.seen
     saved, validated = began, run.seen
-    while run.seen < run.decay_to and not run.stopped:
-        _watch_decay(run, output)
+    while run.seen < run.decay_to and not _heed(run, output):
         report = optimiser_step(run)
         if run.step % settings.log_steps == 0:
             _log_step(run, report, (run.seen - at_start) / (time.monotonic() - began))
@@ -100,22 +113,49 @@ def _loop(run: Run) -> dict[str, Acceptance]:
     return acceptance
 
 
-def _watch_decay(run: Run, output: Path) -> None:
-    """Begins or stretches the decay when a file ``decay`` asks for it, and mixes data for it."""
-    asked = output / "decay"
-    if asked.is_file():
-        text = asked.read_text().strip()
-        length = int(text) if text else int(run.seen * run.settings.decay_share)
+def _heed(run: Run, output: Path) -> bool:
+    """Does what signals and the file ``decay`` ask for, in all processes at the same step.
+
+    A signal reaches one process earlier than another, or one alone: who left at once would leave
+    the others waiting for its gradients.
+
+    Returns:
+        Whether the run ends here.
+    """
+    number = signal.Signals[run.stopped] if run.stopped else 0
+    asked = _asked_decay(output / "decay", int(run.seen * run.settings.decay_share)) if run.main else -1
+    number, asked = largest(run.accelerator, int(number), asked)
+    if number:
+        run.stopped = signal.Signals(number).name
+        return True
+    if asked >= 0:
         run.peak = rate(run)
-        run.decay_from, run.decay_to = run.seen, run.seen + length
-        asked.unlink()
+        run.decay_from, run.decay_to = run.seen, run.seen + asked
+    _mix_for_decay(run)
+    return run.seen >= run.decay_to
+
+
+def _asked_decay(file: Path, usual: int) -> int:
+    """Positions to go that a file asks for, or -1; the file is removed."""
+    if not file.is_file():
+        return -1
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    file.unlink()
+    if text and not text.isdecimal():
+        print(f"{file} holds {text!r}; allowed: a number of positions, or nothing; training goes on as before")
+        return -1
+    return int(text) if text else usual
+
+
+def _mix_for_decay(run: Run) -> None:
+    """Mixes the data as the decay asks for, once it has begun."""
     weights = run.settings.decay_weights
     if weights and run.seen >= run.decay_from and tuple(run.mixture.weights) != weights:
         run.mixture.set_weights(weights)
 
 
 def _log_step(run: Run, report: StepReport, speed: float) -> None:
-    left = (run.decay_to - run.seen) / speed
+    left = max(0, run.decay_to - run.seen) / speed
     _log(
         run,
         {
@@ -138,9 +178,8 @@ def _log_step(run: Run, report: StepReport, speed: float) -> None:
 def _validate(run: Run) -> dict[str, Acceptance]:
     """Measures the head on each validation split; every process does, so that none waits."""
     result = {}
-    for path in run.settings.validation or run.settings.data:
+    for path, data in run.sets.validation.items():
         began = time.monotonic()
-        data = open_training_set(path, split="validation")
         conversations = validation_texts(data, run.settings.max_length, run.target.device)
         steps = max(5, run.settings.ttt_steps + 1)
         measured = measure_acceptance(run.target, run.head, conversations, steps)

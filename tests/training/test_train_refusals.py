@@ -1,0 +1,186 @@
+"""What a training refuses before it computes, and what it says: the mistakes of a first day."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aquiline.cli import main
+from aquiline.training import features, trainer
+from aquiline.training.dataset import SplitCounts, SplitWriter, open_training_set
+from aquiline.training.heads_settings import HeadsSettings
+from aquiline.training.heads_training import train_heads
+from aquiline.training.run_sets import open_sets
+from aquiline.training.settings import TrainSettings
+from aquiline.training.state import positions_to_keep
+from aquiline.training.step import StepReport
+from aquiline.training.trainer import train
+from tests.training.tiny_training import tiny_settings, write_set, write_target
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("refusals")
+    write_target(folder / "target")
+    write_set(folder / "set", conversations=4, length=18)
+    return folder
+
+
+def run(base: Path, output: str, **changes: Any) -> TrainSettings:
+    """Two steps."""
+    return tiny_settings(base, output, **({"total_positions": 100} | changes))
+
+
+def with_empty(base: Path, folder: Path, split: str) -> Path:
+    """The set without one of its splits' conversations."""
+    shutil.copytree(base / "set", folder)
+    with SplitWriter(folder / f"{split}.arrow"):
+        pass
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["counts"][split] = dataclasses.asdict(SplitCounts())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def heads(base: Path, output: str, **changes: Any) -> HeadsSettings:
+    values: dict[str, Any] = {"kind": "medusa", "num_heads": 2, "draft_vocab_size": 60, "max_length": 64}
+    values |= {"batch_positions": 60, "total_positions": 100, "workers": 1, "dtype": "float32", "regress_positions": 0}
+    values |= {"target": str(base / "target"), "data": (str(base / "set"),), "output": str(base / output)}
+    return HeadsSettings(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"log_steps": 0}, r"log_steps is 0; allowed: ≥ 1"),
+        ({"draft_vocab_size": 0}, r"draft_vocab_size is 0; allowed: ≥ 1"),
+        ({"workers": -1}, r"workers is -1; allowed: ≥ 0"),
+        ({"lr": math.nan}, r"lr is nan; allowed: > 0"),
+        ({"clip": 0.0}, r"clip is 0.0; allowed: > 0"),
+        ({"decay_share": 1.5}, r"decay_share is 1.5; allowed: 0 … 1"),
+        ({"save_minutes": -1.0}, r"save_minutes is -1.0; allowed: ≥ 0"),
+        ({"limit_conversations": (1, 2)}, r"limit_conversations \(1, 2\) must give a number ≥ 0 for each of 1"),
+    ],
+)
+def test_numbers_out_of_range_are_named(base: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run(base, "x", **change)
+    with pytest.raises(ValueError, match=words):
+        heads(base, "x", **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_length": 100_000}, r"max_length is 100000, the target's context \d+ tokens; lower it"),
+        ({"layers": (1, 99)}, r"unknown target feature 99; allowed: 0 …"),
+        ({"validation": ("nowhere",)}, r"nowhere is no training set"),
+    ],
+)
+def test_what_does_not_fit_the_target_shows_before_the_first_step(
+    base: Path, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        train(run(base, "unfit", **change))
+    if "layers" not in change:
+        with pytest.raises(ValueError, match=words):
+            train_heads(heads(base, "unfit", **change))
+
+
+def test_a_set_for_another_tokenizer_is_refused(base: Path, tmp_path: Path, smollm2_folder: Path) -> None:
+    shutil.copytree(base / "set", tmp_path / "set")
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_hash": "0" * 64}))
+    for data, validation in (("set", base / "set"), (base / "set", "set")):
+        paths = [str(tmp_path / data)], [str(tmp_path / validation)]
+        with pytest.raises(ValueError, match=r"another tokenizer \(hash 000000000000, .* prepare the conversations"):
+            open_sets(smollm2_folder, *paths)
+
+
+def test_an_empty_validation_split_is_said_first_and_does_not_cost_the_head(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(with_empty(base, tmp_path / "set", "validation"))
+    report = train(run(base, "unmeasured", data=(data,)))
+    said = capsys.readouterr().out
+    assert report.stopped == "finished" and report.acceptance == {}
+    assert said.index("no conversation for validation") < said.index("step 1")
+    assert "not measured" in (base / "unmeasured" / "head" / "README.md").read_text()
+    train_heads(heads(base, "unmeasured-medusa", data=(data,)))
+    assert "no conversation for validation" in capsys.readouterr().out
+
+
+def test_an_empty_training_split_is_refused(base: Path, tmp_path: Path) -> None:
+    data = str(with_empty(base, tmp_path / "set", "train"))
+    with pytest.raises(ValueError, match="holds no training conversation of 3 tokens or more"):
+        train(run(base, "empty", data=(data,)))
+
+
+def test_a_run_that_lies_there_is_not_written_over(base: Path) -> None:
+    for start, settings in ((train, run(base, "there")), (train_heads, heads(base, "there-medusa"))):
+        start(settings)  # type: ignore[operator]
+        output = Path(settings.output)
+        before = (output / "checkpoint.pt").read_bytes()
+        with pytest.raises(ValueError, match=r"holds the checkpoint of a run; .*--resume.*--overwrite"):
+            start(settings)  # type: ignore[operator]
+        assert (output / "checkpoint.pt").read_bytes() == before
+        lines = (output / "metrics.jsonl").read_text()
+        start(settings, overwrite=True)  # type: ignore[operator]
+        assert len((output / "metrics.jsonl").read_text().splitlines()) == len(lines.splitlines())
+
+
+def test_a_resume_in_data_that_was_prepared_anew_is_refused(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base / "set", tmp_path / "set")
+    data = (str(tmp_path / "set"),)
+    one, other = run(base, "changed", data=data), heads(base, "changed-medusa", data=data)
+    train(one)
+    train_heads(other)
+    shutil.rmtree(tmp_path / "set")
+    write_set(tmp_path / "set", conversations=4, length=18, seed=1)
+    for start, settings in ((train, one), (train_heads, other)):
+        with pytest.raises(ValueError, match="was prepared anew since"):
+            start(settings, resume=True)  # type: ignore[operator]
+
+
+def test_a_feature_folder_is_announced_and_must_have_room(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = run(base, "kept", features=str(base / "kept-features"))
+    train(settings)
+    assert "features in" in capsys.readouterr().out
+    data = [open_training_set(base / "set")]
+    assert positions_to_keep(data, settings) == min(int(data[0].lengths.sum()), 100 + 60 + 64)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    train(settings, resume=True)  # all of it is there
+    with pytest.raises(ValueError, match=r"0.00 GB are free; name a folder on a larger disk"):
+        train(run(base, "kept-2", features=str(base / "kept-features-2")))
+
+
+def test_a_signal_is_no_success(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`aquiline train … && aquiline export …` must not go on with half a head."""
+    step = trainer.optimiser_step
+
+    def interrupted(run_: Any) -> StepReport:
+        signal.raise_signal(signal.SIGTERM)
+        return step(run_)
+
+    monkeypatch.setattr(trainer, "optimiser_step", interrupted)
+    command = ["train", str(base / "set"), "--target", str(base / "target"), "--output", str(base / "cut")]
+    command += ["--draft-vocab-size", "60", "--max-length", "64", "--batch-positions", "60", "--workers", "1"]
+    command += ["--total-positions", "300", "--dtype", "float32"]
+    assert main(command) == 128 + signal.SIGTERM
+    assert "the same command with --resume goes on" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main([*command, "--resume"]) == 0
+    assert torch.load(base / "cut" / "checkpoint.pt", weights_only=True)["progress"][1] >= 300
