@@ -9,6 +9,7 @@ import pytest
 
 from aquiline import tree as trees
 from aquiline.cache import MOST_NODES, SCRATCH
+from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.merged import Merged
 from aquiline.drafters.prompt_lookup import PromptLookup
@@ -27,6 +28,7 @@ CONTEXT = 256
         (lambda: DynamicTree(MOST_NODES + 1, 4, 30), ("num_nodes 961 takes 961 slots", "lower num_nodes")),
         (lambda: DynamicTree(60, 6, 200), ("top_k 200", "5 levels", "takes 1000 slots", "lower top_k or depth")),
         (lambda: StaticTree(tuple((i,) for i in range(2000))), ("2000 paths takes 2001 slots", "fewer paths")),
+        (lambda: Chain(5000), ("chain depth 5000 takes 5001 slots", "lower depth")),
         (lambda: PromptLookup(depth=500, num_branches=2), ("2 × 500 tokens takes 1001", "lower depth or num_branches")),
         (lambda: Lookahead(window=300, ngram=5), ("window 300, ngram 5, guesses 7 takes 1229", "lower one of them")),
         (lambda: Merged(PromptLookup(), PromptLookup(), 2000), ("num_nodes is 2000", f"2 … {MOST_NODES}")),
@@ -38,9 +40,17 @@ def test_too_large_a_tree_names_value_limit_and_remedy(make: Callable[[], Any], 
     assert all(word in str(refusal.value) for word in (*words, str(MOST_NODES))), refusal.value
 
 
-def test_a_chain_is_no_longer_than_the_context_and_may_be_as_long_as_it_likes() -> None:
-    assert (Chain(5000).depth, PromptLookup(depth=5000).depth) == (5000, 5000)
+def test_what_fits_is_made() -> None:
     assert DynamicTree(MOST_NODES, 4, 30).num_nodes == MOST_NODES
+    assert Chain(MOST_NODES - 1).depth == PromptLookup(depth=MOST_NODES - 1).depth == MOST_NODES - 1
+
+
+def test_the_longest_chain_of_a_head_ends_with_the_context() -> None:
+    target = tiny.decoder("qwen3")
+    request = [Request([5, 6, 7], SamplingParams(max_new_tokens=8))]
+    drafter = EagleDrafter(tiny.head("eagle3"), target, Chain(MOST_NODES - 1))
+    plain = generate_requests(Engine(target, None, None, ()), request)[0]
+    assert generate_requests(Engine(target, drafter, None, ()), request)[0].token_ids == plain.token_ids
 
 
 class Bushy:

@@ -44,9 +44,8 @@ class PromptLookup:
             integer(f"prompt lookup: {name}", value, 1)
         if integer("prompt lookup: max_ngram", max_ngram) < min_ngram:
             raise ValueError(f"prompt lookup: max_ngram {max_ngram} is below min_ngram {min_ngram}")
-        if num_branches > 1:  # a chain is no longer than the context
-            size = 1 + num_branches * depth
-            check_fits(f"prompt lookup of {num_branches} × {depth} tokens", size, "lower depth or num_branches")
+        size = 1 + num_branches * depth
+        check_fits(f"prompt lookup of {num_branches} × {depth} tokens", size, "lower depth or num_branches")
         self.depth, self.max_ngram, self.min_ngram, self.num_branches = depth, max_ngram, min_ngram, num_branches
 
     def new_state(self, rows: int, capacity: int) -> LookupState:

@@ -40,6 +40,7 @@ class Chain:
         object.__setattr__(self, "depth", integer("chain depth", self.depth))
         if self.depth < 1:
             raise ValueError(f"chain depth is {self.depth}; allowed: ≥ 1 (draft=None decodes without drafts)")
+        check_fits(f"chain depth {self.depth}", 1 + self.depth, "lower depth")
         _check_min_prob(self.min_prob)
 
 
