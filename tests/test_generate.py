@@ -213,8 +213,12 @@ def test_drafts_stay_within_the_budget_and_the_context(speculative: bool) -> Non
         made, [Request([3, 4], SamplingParams(max_new_tokens=9)), Request([5] * 25, SamplingParams(max_new_tokens=90))]
     )
     if isinstance(made.drafter, KnowingDrafter):
-        depths = [depth for depth in made.drafter.deepest if depth is not None]
-        assert depths and max(depths) <= 7
+        # After the first tokens 8 are left to one and 6 positions to the other, the last for the target's own token.
+        assert made.drafter.deepest[0] == max(depth or 0 for depth in made.drafter.deepest) == 5
+    alone = path_engine(speculative)
+    outputs(alone, SamplingParams(max_new_tokens=9), [[3, 4]])
+    if isinstance(alone.drafter, KnowingDrafter):
+        assert alone.drafter.deepest[0] == max(depth or 0 for depth in alone.drafter.deepest) == 7
 
 
 @BOTH

@@ -98,7 +98,7 @@ def proposed(name: str, policy: TreePolicy) -> DraftTree:
     state = drafter.new_state(3, 16)
     rows = [2, 0]
     for row, (slot, text) in enumerate(zip(rows, TEXTS, strict=True)):
-        cut = 4 if row == 0 else len(text) - 1
+        cut = 3 if row == 0 else len(text) - 1  # so that what is pending differs in length
         for first, last in ((0, cut), (cut, len(text) - 1)):
             if first < last:
                 tokens = torch.tensor([text[first + 1 : last + 1]])
