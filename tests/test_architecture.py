@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("decode",),
     ("request", "text", "stops", "logprobs", "grammar", "emission", "batch", "generate", "chat"),
-    ("drafting", "loading"),
+    ("drafting", "opening", "loading"),
     ("training", "bench", "serve"),
     ("commands", "cli"),
 )

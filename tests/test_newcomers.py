@@ -276,3 +276,10 @@ def test_prepare_for_a_tokenizer_without_a_template(run: Callable[..., Result], 
     (base / "plain.jinja").write_text(template)
     result = run(*words, "--chat-template", "plain.jinja", "--json")
     assert result.code == 0 and json.loads(result.out)["train"]["conversations"] == 2
+
+
+def test_the_command_lines_none_means_the_same_in_python(base: Path) -> None:
+    loaded = aquiline.load(base / "target", "none")
+    assert (loaded.drafter, loaded.draft_name) == (None, "plain")
+    with pytest.raises(ValueError, match="a tree was given with draft=None"):
+        aquiline.load(base / "target", "none", tree=aquiline.Chain(3))

@@ -46,7 +46,7 @@ def make_drafter(
     """Makes what drafts, and names it.
 
     Args:
-        draft: "auto", "prompt-lookup", "lookahead", the name, folder, GGUF file or hub id of a
+        draft: "auto", "none", "prompt-lookup", "lookahead", the name, folder, GGUF file or hub id of a
             head (EAGLE, Medusa, Hydra, a small model), a drafter, or None.
         tree: shape of the drafts, a file written by `aquiline tune`, or None for what pays here.
         target: the target.
@@ -56,6 +56,7 @@ def make_drafter(
     Raises:
         ValueError: an unknown name, a head that does not fit, a tree that the drafter cannot draft.
     """
+    draft = None if draft == "none" else draft  # the command line's word for it
     if isinstance(tree, str | Path) and draft is not None:
         draft, tree = _tuned(draft, tree, path)
         if draft is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,8 @@ from aquiline.generate import (
     generate_requests,
     stream_requests,
 )
-from aquiline.kinds import check_kind, flag
+from aquiline.kinds import flag
+from aquiline.opening import fast_copy, generation_defaults, open_target
 from aquiline.request import merged_params, naming_prompt
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["GPU_TREE", "SHIPPED", "Loaded", "Prompt", "load", "make_drafter"]
-
-logger = logging.getLogger("aquiline")
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 """Text, chat messages, or token ids."""
@@ -177,18 +174,13 @@ def load(
         ValueError: an unknown name, a head that does not fit, contradictory settings.
     """
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
-    path: Path | None = None
-    if isinstance(target, str | Path):
-        path, model, own_tokenizer = _from_files(target, tokenizer is None, dtype, device)
-        tokenizer = tokenizer if tokenizer is not None else own_tokenizer
-    else:
-        model = _as_given(target, dtype, device)
-    fast: Target = _fast_copy(model, exact) if packed else model
+    path, model, tokenizer = open_target(target, tokenizer, dtype, device)
+    fast = fast_copy(model, exact) if packed else model
     _check_parts(draft, tokenizer, lossy)
     drafter, name = make_drafter(draft, tree, fast, path, packed)
     if drafter is not None:
         drafter = _watched(drafter, adaptive, tree is None and isinstance(draft, str | Path))
-    end_ids, defaults = _generation_defaults(path, target, tokenizer)
+    end_ids, defaults = generation_defaults(path, target, tokenizer)
     engine = Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows)
     return Loaded(engine, path, name, defaults)
 
@@ -211,46 +203,6 @@ def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
     return Adaptive(drafter) if wanted and not isinstance(drafter, Adaptive) else drafter
 
 
-def _from_files(
-    target: str | Path, with_tokenizer: bool, dtype: torch.dtype | str | None, device: str | torch.device
-) -> tuple[Path, Target, Any]:
-    """A target's folder, its model, and its tokenizer where that is wanted."""
-    from aquiline.checkpoints.targets import resolve_target
-    from aquiline.checkpoints.tokenizer import load_tokenizer
-    from aquiline.targets.loading import load_target
-
-    path = resolve_target(target, logger.info)
-    model = load_target(path, _dtype(dtype, device), _existing(_device(device)))
-    return path, model, load_tokenizer(path) if with_tokenizer else None
-
-
-def _as_given(target: Any, dtype: torch.dtype | str | None, device: str | torch.device) -> Target:
-    """A model that was passed in, as a target."""
-    from aquiline.targets.hf import target_from_hf
-
-    if not hasattr(target, "new_cache") and not isinstance(target, torch.nn.Module):
-        raise TypeError(
-            f"target is a {type(target).__name__}; allowed: an alias, a folder, a GGUF file, a hub id, a "
-            "transformers model, or a Target"
-        )
-    model: Target = target if hasattr(target, "new_cache") else target_from_hf(target)
-    _check_given(model, dtype, device)
-    return model
-
-
-def _check_given(target: Target, dtype: torch.dtype | str | None, device: str | torch.device) -> None:
-    """A model that was passed in stays what and where it is: refuses to promise something else."""
-    if dtype is not None and _dtype(dtype, device) != target.dtype:
-        raise ValueError(
-            f"dtype is {dtype}, but the model is in {target.dtype}; convert it before, and leave out dtype"
-        )
-    # The default device says nothing about the model's.
-    if _device(device).type not in ("cpu", target.device.type):
-        raise ValueError(
-            f"device is {device}, but the model is on {target.device}; move it before, and leave out device"
-        )
-
-
 def _check_parts(draft: Any, tokenizer: Any, lossy: Any) -> None:
     methods = ("new_state", "extend", "propose", "reset")
     drafts = not isinstance(draft, type) and all(callable(getattr(draft, name, None)) for name in methods)
@@ -263,81 +215,3 @@ def _check_parts(draft: Any, tokenizer: Any, lossy: Any) -> None:
         raise TypeError(f"tokenizer is {tokenizer!r}; allowed: a Hugging Face tokenizer or None")
     if not isinstance(lossy, LossyRule | None):
         raise TypeError(f"lossy is {lossy!r}; allowed: a LossyRule or None")
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}; allowed: 'cpu', 'cuda', 'cuda:1', …") from error
-
-
-def _existing(device: torch.device) -> torch.device:
-    there = torch.cuda.device_count()
-    if device.type == "meta" or (device.type == "cuda" and (device.index or 0) >= there):
-        raise ValueError(f"device is '{device}', and PyTorch sees {there} CUDA devices here; allowed: 'cpu', …")
-    return device
-
-
-def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    if dtype is not None:
-        check_kind("dtype", dtype, isinstance(dtype, str | torch.dtype), "a dtype or its name")
-        named = {
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-            "float64": torch.float64,
-        }
-        if dtype not in named:
-            raise ValueError(f"dtype {dtype!r} is not known; allowed: {', '.join(named)}")
-        return named[str(dtype)]
-    if _device(device).type != "cpu":
-        return torch.bfloat16
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False  # type: ignore[no-untyped-call]
-    return torch.bfloat16 if fast else torch.float32
-
-
-def _fast_copy(target: Any, exact: bool | None) -> Any:
-    from aquiline.targets.decoder import Decoder
-    from aquiline.targets.packed import packed
-
-    return (packed(target, exact) or target) if isinstance(target, Decoder) else target
-
-
-def _generation_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not readable JSON ({error}); fetch or delete it") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}, expected an object; fetch or delete it")
-    return config
-
-
-def _generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:
-    """End tokens and sampling defaults from generation_config, else from the tokenizer."""
-    config: dict[str, Any] = {}
-    if path is not None and (path / "generation_config.json").is_file():
-        config = _generation_config(path / "generation_config.json")
-    elif hasattr(target, "generation_config") and target.generation_config is not None:
-        config = target.generation_config.to_dict()
-    end = config.get("eos_token_id")
-    if end is None and tokenizer is not None:
-        end = tokenizer.eos_token_id
-    ids = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
-    if not all(type(token) is int for token in ids):
-        raise ValueError(f"generation_config has eos_token_id {end!r}; allowed: a token id, or several")
-    if not config.get("do_sample"):
-        return ids, SamplingParams()
-    try:
-        sampled = SamplingParams(
-            temperature=config.get("temperature") or 1.0,
-            top_k=config.get("top_k") or 0,
-            top_p=config.get("top_p") or 1.0,
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the model's generation_config is not usable: {error}") from error
-    logger.info("the model's generation_config samples: %s; give temperature=0 for greedy output", sampled)
-    return ids, sampled

@@ -13,8 +13,8 @@ from aquiline.commands.common import (
     load_model,
     output_record,
     params_of,
-    read_prompts,
 )
+from aquiline.commands.prompts import read_prompts
 
 if TYPE_CHECKING:
     from aquiline.generate import GenerationOutput

@@ -1,0 +1,78 @@
+"""Prompts from the command line, a file, or standard input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
+    """The prompts of the command line, of a file, or of standard input (one prompt, all of it).
+
+    Args:
+        words: prompts.
+        file: a prompt on each line; of a .jsonl file each line is a JSON text, a list of
+            messages, a list of token ids, or an object with "prompt" or "messages". "-" is
+            standard input, a prompt on each line.
+
+    Raises:
+        ValueError: if there is none, or the file cannot be read; with the line.
+    """
+    if words and file is not None:
+        raise ValueError("prompts were given both as arguments and by --file; use one")
+    if words:
+        for number, word in enumerate(words, 1):
+            if not word:
+                raise ValueError(f"prompt {number} is empty; give a text (for an unprompted one the model's BOS token)")
+        return list(words)
+    if file == "-":
+        return _some([line for line in _standard_input().split("\n") if line.strip()], "standard input")
+    if file is not None:
+        try:
+            # Editors of some systems begin a file with a byte order mark, which is no part of the text.
+            # Not `splitlines`: a U+2028 in a JSON string, or a form feed in a text, ends no line.
+            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--file {file!r} cannot be read ({error}); give a UTF-8 text file") from error
+        kind = Path(file).suffix.lower()
+        if kind == ".json":
+            raise ValueError(f"--file {file!r} is JSON; allowed: a text, or a JSON value on each line of a .jsonl file")
+        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        if kind == ".jsonl":
+            return _some([_json_prompt(file, number, line) for number, line in numbered], file)
+        return _some([line for _, line in numbered], file)
+    text = "" if sys.stdin.isatty() else _standard_input().strip()
+    if not text:
+        raise ValueError("no prompt; give it as an argument, with --file, or on standard input")
+    return [text]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input cannot be read ({error}); give UTF-8 text") from error
+
+
+def _some(prompts: list[Any], place: str) -> list[Any]:
+    if not prompts:
+        raise ValueError(f"{place} holds no prompt; write one on each line")
+    return prompts
+
+
+def _json_prompt(file: str, number: int, line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+    if isinstance(value, dict):
+        value = value.get("prompt", value.get("messages"))
+    if not value or not isinstance(value, str | list):
+        raise ValueError(
+            f"{file}, line {number}: no prompt; allowed: a text, a list of messages, a list of token ids, or an object "
+            'with "prompt" or "messages"'
+        )
+    return value
