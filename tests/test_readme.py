@@ -14,7 +14,8 @@ import pytest
 from aquiline.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/interop.md", "docs/findings.md")
+GUIDES = ("README.md", "docs/guide.md", "docs/training.md")
+DOCUMENTS = (*GUIDES, "CONTRIBUTING.md", "docs/heads.md", "docs/interop.md", "docs/findings.md")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -47,6 +48,24 @@ def test_shell_commands_exist(document: str) -> None:
             assert parsed.command in COMMANDS
         elif words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets, words
+
+
+def options_of(command: str) -> set[str]:
+    """The option strings of a subcommand."""
+    (commands,) = (action for action in build_parser(command)._actions if isinstance(action.choices, dict))
+    return {text for action in commands.choices[command]._actions for text in action.option_strings}
+
+
+@pytest.mark.parametrize("document", GUIDES)
+def test_commands_and_options_in_the_text_exist(document: str) -> None:
+    known = {command: options_of(command) for command in COMMANDS}
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = [code.split() for code in re.findall(r"`((?:aquiline |--\w)[^`]*)`", text)]
+    for words in found:
+        allowed = known[words[1]] if words[0] == "aquiline" else set().union(*known.values())
+        options = {word for word in words if word.startswith("--") and word != "--"}
+        assert options <= allowed, f"{document}: {' '.join(words)}"
+    assert found
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
