@@ -104,8 +104,8 @@ def proposed(name: str, policy: TreePolicy) -> DraftTree:
                 tokens = torch.tensor([text[first + 1 : last + 1]])
                 piece = features(name, row)[:, first:last]
                 drafter.extend(tokens, piece, [last - first], [text[: last + 1]], [slot], state)
-        if row == 0:  # a step between the pieces, whose own keys and values must be forgotten
-            drafter.propose(torch.tensor([text[-1]]), [text], [slot], state)
+            if row == 0 and first == 0:  # a step between the pieces, whose own keys and values must be forgotten
+                drafter.propose(torch.tensor([text[cut]]), [text[: cut + 1]], [slot], state)
     roots = torch.tensor([text[-1] for text in TEXTS])
     return drafter.propose(roots, TEXTS, rows, state)
 
