@@ -38,6 +38,21 @@ def test_what_was_put_comes_back_also_after_reopening(tmp_path: Path) -> None:
     assert again.get("0.8") is None
 
 
+def test_a_folder_goes_on_with_more_training_sets_and_with_fewer(tmp_path: Path) -> None:
+    store = open_features(tmp_path, STAMP)
+    store.put("0.7", torch.ones(5, 12))
+    store.flush()
+    both = feature_stamp("target", (2, 3, 4), {"0": "data", "1": "more"}, 64)
+    grown = open_features(tmp_path, both)
+    assert "0.7" in grown
+    grown.put("1.0", torch.zeros(2, 12))
+    grown.flush()
+    assert {"0.7", "1.0"} <= set(open_features(tmp_path, STAMP).written)
+    with pytest.raises(ValueError, match="behind the old ones"):
+        open_features(tmp_path, feature_stamp("target", (2, 3, 4), {"0": "more", "1": "data"}, 64))
+    assert "1.0" in open_features(tmp_path, both)
+
+
 def test_an_eagle3_folder_serves_eagle1_but_not_the_other_way(tmp_path: Path) -> None:
     open_features(tmp_path / "three", STAMP)
     plain = feature_stamp("target", ("final",), {"0": "data"}, 64)

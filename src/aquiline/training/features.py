@@ -260,7 +260,7 @@ def announce_room(store: FeatureStore, wanted: int) -> None:
 
 
 def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
-    """Opens or starts a feature folder.
+    """Opens or starts a feature folder; it may know further data sets, and learns of new ones.
 
     Raises:
         ValueError: if the folder was made for another target, data or features.
@@ -269,21 +269,7 @@ def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "stamp.json"
-    if path.is_file():
-        found = json.loads(path.read_text())
-        if set(stamp["features"]) <= set(found.get("features", ())):
-            stamp = stamp | {"features": found["features"]}  # an EAGLE-3 folder serves EAGLE-1
-        different = sorted(k for k in stamp.keys() | found.keys() if stamp.get(k) != found.get(k))
-        if different:
-            raise ValueError(
-                f"the features in {folder} were made with another {', '.join(different)}; "
-                "name an empty folder, or delete this one"
-            )
-    else:
-        scratch = path.with_suffix(f".partial-{os.getpid()}")  # another process may read it now
-        scratch.write_text(json.dumps(stamp, indent=2) + "\n")
-        os.replace(scratch, path)
+    stamp = _stamped(folder, stamp)
     store = FeatureStore(folder, stamp)
     for shard in sorted(folder.glob("shard-*.safetensors")):
         try:
@@ -292,3 +278,26 @@ def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
         except SafetensorError as error:
             raise ValueError(f"{shard} is damaged ({error}); delete it") from error
     return store
+
+
+def _stamped(folder: Path, stamp: dict[str, Any]) -> dict[str, Any]:
+    """The stamp of a folder that serves a run with `stamp`, written where it was missing or grew."""
+    path = folder / "stamp.json"
+    if path.is_file():
+        found = json.loads(path.read_text())
+        if set(stamp["features"]) <= set(found.get("features", ())):
+            stamp = stamp | {"features": found["features"]}  # an EAGLE-3 folder serves EAGLE-1
+        known = found.get("data", {})
+        if all(known[name] == digest for name, digest in stamp["data"].items() if name in known):
+            stamp = stamp | {"data": dict(sorted((known | stamp["data"]).items()))}
+            found = found | {"data": stamp["data"]}
+        different = sorted(k for k in stamp.keys() | found.keys() if stamp.get(k) != found.get(k))
+        if different:
+            raise ValueError(
+                f"the features in {folder} were made with another {', '.join(different)}; name an empty folder, or "
+                "delete this one (new training sets go behind the old ones, whose features are then kept)"
+            )
+    scratch = path.with_suffix(f".partial-{os.getpid()}")  # another process may read it now
+    scratch.write_text(json.dumps(stamp, indent=2) + "\n")
+    os.replace(scratch, path)
+    return stamp
