@@ -174,6 +174,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("openvino", {"eagle_aux_hidden_state_layer_ids": [5, 2, 7]}, r"outputs of layers in their order, .* \(5, 2, 7\)"),
     ("openvino", {"tensors": {"embed_tokens.weight": torch.ones(V, H)}}, "always takes the target's embedding"),
     ("vllm", {"hidden_act": "gelu_pytorch_tanh"}, "runs silu only"),
+    ("gguf", {"tensors": {"fc.weight": torch.ones(H, 3 * H, dtype=torch.float64)}}, "runs float32 at most"),
 ]
 
 
@@ -333,6 +334,82 @@ def test_gguf_needs_the_targets_file(tmp_path: Path, target_gguf: Path) -> None:
         read_stored_head(cut, TARGET)
 
 
+# -- where it is written ---------------------------------------------------------------------
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("to", [*TEXT_FORMATS, "gguf"])
+@pytest.mark.parametrize(
+    "there", ["the head", "an export to another engine", "a project", "shards", "a file", "a link"]
+)
+def test_other_files_are_not_written_over(to: str, there: str, tmp_path: Path, target_gguf: Path) -> None:
+    source, output = _head(tmp_path / "head"), tmp_path / "out"
+    if there == "the head":
+        output = source
+    elif there == "an export to another engine":
+        export_head(source, "sglang" if to != "sglang" else "vllm", output, TARGET)
+    elif there == "a file":
+        output.write_text("mine")
+    elif there == "a link":
+        output.symlink_to(tmp_path / "nowhere")
+    else:
+        output.mkdir()
+        (output / ("README.md" if there == "a project" else "model-00001-of-00002.safetensors")).write_text("mine")
+    before = _contents(tmp_path)
+    with pytest.raises(ValueError, match=r"(written over|write over|is a file).*; name ") as caught:
+        export_head(source, to, output, TARGET, target_gguf=target_gguf)
+    assert str(output) in str(caught.value)
+    assert _contents(tmp_path) == before
+
+
+def test_an_earlier_export_is_written_over(tmp_path: Path) -> None:
+    source = _head(tmp_path / "head")
+    for output in (tmp_path / "out", tmp_path / "out", source / "inside"):
+        export_head(source, "vllm", output, TARGET)
+        _same_bits(source, output)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"out cannot be made: .*file is a file; name another folder"):
+        export_head(source, "vllm", tmp_path / "file" / "out", TARGET)
+
+
+def test_a_gguf_file_that_is_no_head_is_not_written_over(tmp_path: Path, target_gguf: Path) -> None:
+    source, before = _head(tmp_path / "head"), target_gguf.read_bytes()
+    for _ in range(2):
+        export_head(source, "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
+    with pytest.raises(ValueError, match=r"target\.gguf is there and is no draft head"):
+        export_head(source, "gguf", target_gguf, TARGET, target_gguf=target_gguf)
+    assert target_gguf.read_bytes() == before
+    with pytest.raises(ValueError, match="is the head itself"):
+        export_head(tmp_path / "head.gguf", "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
+    other = TARGET.__class__(V + 1, H, 10, 128)
+    with pytest.raises(ValueError, match=r"target\.gguf has a tokenizer of 40 tokens, the head's target has 41"):
+        larger = _head(tmp_path / "larger", vocab_size=V + 1, tensors={"t2d": _t2d(V + 1)})
+        export_head(larger, "gguf", tmp_path / "larger.gguf", other, target_gguf=target_gguf)
+    assert not list(tmp_path.glob("larger.gguf*"))
+
+
+def _t2d(size: int) -> torch.Tensor:
+    member = torch.zeros(size, dtype=torch.bool)
+    member[IDS] = True
+    return member
+
+
+def test_a_pickle_of_parameters_that_share_memory(tmp_path: Path, target_gguf: Path) -> None:
+    """safetensors refuses shared memory, and numpy whatever asks for gradients."""
+    tensors: dict[str, Any] = fixtures.eagle3()
+    gate, up = "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"
+    tensors = {n: torch.nn.Parameter(t) if t.is_floating_point() else t for n, t in tensors.items()}
+    tensors[gate] = tensors[up]
+    config = fixtures.llama_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VD, rope_theta=5000.0)
+    source = fixtures.write(tmp_path / "head", config, tensors, pickled=True)
+    for to in (*TEXT_FORMATS, "gguf"):
+        export_head(source, to, tmp_path / to, TARGET, target_gguf=target_gguf)
+        _same_bits(source, tmp_path / "gguf" / "head.gguf" if to == "gguf" else tmp_path / to)
+
+
 # -- OpenVINO -------------------------------------------------------------------------------
 
 
@@ -362,6 +439,9 @@ def test_openvino_runs_its_own_exporter(tmp_path: Path, monkeypatch: pytest.Monk
     script.write_text('#!/bin/sh\nfor last; do :; done\nmkdir -p "$last"\necho x > "$last/openvino_model.xml"\n')
     with pytest.raises(RuntimeError, match="optimum-cli wrote a graph without <eagle3_mode"):
         export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out2", TARGET)
+    monkeypatch.setenv(COMMAND_VARIABLE, str(tmp_path / "head" / "config.json"))
+    with pytest.raises(ValueError, match=r"AQUILINE_OPTIMUM_CLI is '.*config\.json', no program that runs"):
+        export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out3", TARGET)
     monkeypatch.delenv(COMMAND_VARIABLE)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="optimum-cli is not installed"):

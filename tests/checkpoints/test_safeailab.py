@@ -221,6 +221,28 @@ def _index_names_less(folder: Path, weight_map: dict[str, str]) -> None:
     del weight_map["norm.weight"]
 
 
+def _index_with(name: str) -> Callable[[Path], None]:
+    def change(folder: Path, weight_map: dict[str, str]) -> None:
+        weight_map["fc.weight"] = name
+
+    return _sharded(change)
+
+
+def _link_to_itself(folder: Path) -> None:
+    _lost_weights(folder)
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+
+
+def _deep_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 200_000)
+
+
+def _sparse_pickle(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    _lost_weights(folder)
+    torch.save({**tensors, "fc.weight": tensors["fc.weight"].to_sparse()}, folder / "pytorch_model.bin")
+
+
 def _index_is_empty(folder: Path, weight_map: dict[str, str]) -> None:
     weight_map["fc.weight"] = 3  # type: ignore[assignment]
 
@@ -324,6 +346,19 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "index without its shard": (_sharded(_index_without_shard), r"of-00002\.safetensors is not a file"),
     "index names more": (_sharded(_index_names_more), r"lacks fc\.bias, which model\.safetensors\.index\.json places"),
     "index names less": (_sharded(_index_names_less), r"holds norm\.weight, which .* does not place there"),
+    "index without a name": (_index_with(""), r"the file name '' leaves the folder or is none; expected a plain name"),
+    "index of the folder above": (_index_with(".."), r"the file name '\.\.' leaves the folder"),
+    "index with a zero byte": (_index_with("a\0b"), r"the file name 'a\\x00b' leaves the folder or is none"),
+    "index with half a letter": (_index_with("a\ud800"), r"the file name 'a\\ud800' leaves the folder or is none"),
+    "index with an endless name": (_index_with("a" * 5000), r"the file name 'a+' leaves the folder or is none"),
+    "weights that link to themselves": (_link_to_itself, r"model\.safetensors is a link that leads nowhere"),
+    "config without a bottom": (_deep_config, r"config\.json is not valid JSON"),
+    "a number for a matrix": (
+        _tensors(lambda t: t.update({"fc.weight": torch.tensor(1.0)})),
+        r"fc\.weight has shape \(\), expected \(16, 48\)",
+    ),
+    "d2t of truths": (_tensors(lambda t: t.update(d2t=t["d2t"].bool())), r"d2t has dtype torch\.bool"),
+    "sparse weights": (_sparse_pickle, r"fc\.weight is stored as torch\.sparse_coo, expected a dense tensor"),
     "index of numbers": (_sharded(_index_is_empty), r"has no weight_map"),
 }
 
@@ -341,6 +376,7 @@ def test_broken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match=message) as caught:
         inspect_head(folder, TARGET)
     assert str(folder) in str(caught.value)
+    assert "weights_only" not in str(caught.value)  # torch's advice to run the code
     assert not (tmp_path / "owned-by-a-pickle").exists()
 
 

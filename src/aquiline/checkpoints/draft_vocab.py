@@ -87,7 +87,7 @@ def _check_shapes(d2t: Tensor | None, t2d: Tensor | None, draft_size: int, targe
             continue
         if tuple(tensor.shape) != (size,):
             raise ValueError(f"{place}: {name} has shape {tuple(tensor.shape)}, expected ({size},), {origin}")
-        if tensor.is_floating_point() or tensor.is_complex():
+        if tensor.is_floating_point() or tensor.is_complex() or (name == "d2t" and tensor.dtype == torch.bool):
             raise ValueError(f"{place}: {name} has dtype {tensor.dtype}, expected integers")
 
 

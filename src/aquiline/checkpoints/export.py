@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from aquiline.checkpoints.gguf_head import write_gguf_head
+from aquiline.checkpoints.gguf_head import is_gguf_head, write_gguf_head
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.openvino import convert_to_openvino
 from aquiline.checkpoints.safeailab import file_tensors, llama_config, write_folder
@@ -129,10 +129,13 @@ def export_head(
         dtype: dtype of the stored weights if `head` is in memory.
 
     Raises:
-        ValueError: if the engine cannot run this head; says why and which formats can.
+        ValueError: if the engine cannot run this head; says why and which formats can. Also if `output` holds
+            anything but an earlier export to this format: other people's files are not written over.
     """
     if to not in _ENGINES:
         raise ValueError(f"unknown format {to!r}; allowed: {', '.join(FORMATS)}")
+    output = Path(output).expanduser()
+    _check_output(to, output, None if isinstance(head, DraftHead) else Path(head))
     stored = stored_from_head(head, dtype) if isinstance(head, DraftHead) else read_stored_head(head, target)[0]
     reasons = refusals(stored, to, target)
     if reasons:
@@ -141,7 +144,34 @@ def export_head(
             f"this head cannot be exported to {to}: {'; '.join(reasons)}. "
             + (f"Formats that can hold it: {', '.join(others)}" if others else "No engine's format can hold it")
         )
-    return _WRITERS[to](stored, Path(output), target, target_name, target_gguf)
+    return _WRITERS[to](stored, output, target, target_name, target_gguf)
+
+
+def _check_output(to: str, output: Path, head: Path | None) -> None:
+    """Raises ValueError unless nothing is at `output`, or nothing but an earlier export to this format."""
+    if head is not None and head.exists() and output.exists() and output.samefile(head):
+        raise ValueError(f"{output} is the head itself, which an export would write over; name another folder")
+    above = next((parent for parent in output.parents if parent.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ValueError(f"{output} cannot be made: {above} is a file; name another folder")
+    if to == "gguf" and output.suffix == ".gguf" and not output.is_dir():
+        if output.exists() and not is_gguf_head(output):
+            raise ValueError(f"{output} is there and is no draft head, so it is not written over; name another file")
+        return
+    if output.is_file() or (output.is_symlink() and not output.exists()):
+        raise ValueError(f"{output} is a file, not a folder; name another folder")
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    readme = output / "README.md"
+    if not readme.is_file() or not readme.read_text(encoding="utf-8", errors="replace").startswith(_heading(to)):
+        raise ValueError(
+            f"{output} holds other files than an earlier export to {to}, and they are not written over; name a folder "
+            "that is new or empty"
+        )
+
+
+def _heading(to: str) -> str:
+    return f"# Draft head for {_ENGINES[to].title}\n"
 
 
 def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
@@ -174,6 +204,7 @@ def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
         ),
         (layer.rope.kind not in engine.ropes, f"it does not read {layer.rope.kind!r} rope scaling"),
         (layer.activation != "silu", f"it runs silu only, this head has {layer.activation}"),
+        (to in ("gguf", "openvino") and stored.dtype == torch.float64, "it runs float32 at most, this head is float64"),
         (
             to == "openvino" and config.kind == "eagle3" and not _ascending_outputs(config.features),
             f"it reads outputs of layers in their order, this head reads {config.features}",
@@ -219,7 +250,7 @@ def _write(
 
 
 def _finish(to: str, folder: Path, files: tuple[str, ...], snippet: str, notes: tuple[str, ...]) -> ExportReport:
-    text = f"# Draft head for {_ENGINES[to].title}\n\nServe it:\n\n```\n{snippet}\n```\n"
+    text = f"{_heading(to)}\nServe it:\n\n```\n{snippet}\n```\n"
     text += "".join(f"\n{note}\n" for note in notes)
     (folder / "README.md").write_text(text, encoding="utf-8")
     return ExportReport(to, str(folder), (*files, "README.md"), snippet, notes)
@@ -298,7 +329,6 @@ def _gguf(stored: StoredHead, output: Path, target: TargetShape, name: str, targ
     if target_gguf is None:
         raise ValueError("a GGUF head carries its target's tokenizer: give the target's own GGUF file (target_gguf)")
     file = output if output.suffix == ".gguf" else output / "head.gguf"
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_gguf_head(file, stored, Path(target_gguf))
     snippet = (
         f"llama-server -m {shlex.quote(str(target_gguf))} -md {shlex.quote(str(file))} "

@@ -19,6 +19,7 @@ from torch import Tensor
 from aquiline.checkpoints.config_kinds import check_kinds
 from aquiline.checkpoints.draft_vocab import offsets, resolve_vocabulary
 from aquiline.checkpoints.head_files import read_head_files
+from aquiline.checkpoints.stored_head import check_values
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
 from aquiline.drafters.hydra import Hydra, HydraNetwork
 from aquiline.drafters.medusa import Medusa, MedusaNetwork
@@ -60,7 +61,10 @@ def read_final_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype
         raise ValueError(f"{place}/config.json lacks {', '.join(lost)}; train the heads again")
     given = {name: raw[name] for name in fields & raw.keys()}
     given["accuracies"] = tuple(tuple(row) for row in given.get("accuracies", ()))
-    config = FinalHeadsConfig(**given)
+    try:
+        config = FinalHeadsConfig(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: config.json: {error}; train the heads again") from error
     if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ValueError(
             f"{place} was made for hidden_size {config.hidden_size} and vocab_size {config.vocab_size}, "
@@ -82,8 +86,7 @@ def _fill(network: FinalNetwork, tensors: dict[str, Tensor], place: str) -> None
         given = tensors[name]
         if given.shape != parameter.shape:
             raise ValueError(f"{place}: {name} has shape {tuple(given.shape)}, expected {tuple(parameter.shape)}")
-        if not bool(torch.isfinite(given).all()):
-            raise ValueError(f"{place}: {name} holds NaN or infinity; train the heads again")
+        check_values(name, given, place)
         with torch.no_grad():
             parameter.copy_(given)
 

@@ -57,14 +57,14 @@ def write_gguf_head(path: Path, stored: StoredHead, target_gguf: Path) -> None:
         target_gguf: the target's own GGUF file, whose tokenizer is copied.
 
     Raises:
-        ValueError: if `target_gguf` is no GGUF file with a tokenizer.
+        ValueError: if `target_gguf` is no GGUF file with a tokenizer of the target's size.
     """
     from gguf import GGUFWriter
 
     scratch = path.with_name(path.name + ".part")
     writer = GGUFWriter(scratch, ARCHITECTURE)
     _write_sizes(writer, stored)
-    _copy_tokenizer(writer, target_gguf)
+    _copy_tokenizer(writer, target_gguf, stored.config.vocab_size)
     tensors = dict(stored.tensors)
     if stored.embedding is not None:
         tensors["embed_tokens.weight"] = stored.embedding
@@ -78,11 +78,26 @@ def write_gguf_head(path: Path, stored: StoredHead, target_gguf: Path) -> None:
         writer.add_tensor("d2t", stored.draft_to_target.to(torch.int64).numpy())
     if layer.rope.kind == "llama3":
         _add(writer, "rope_freqs.weight", _rope_factors(layer.rope))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    os.replace(scratch, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def is_gguf_head(path: Path) -> bool:
+    """Whether a file is a GGUF file with a draft head."""
+    from gguf import GGUFReader
+
+    try:
+        found = GGUFReader(path).fields.get("general.architecture")
+        return found is not None and found.contents() == ARCHITECTURE
+    except (OSError, IndexError, KeyError, ValueError, TypeError):
+        return False
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
@@ -162,7 +177,7 @@ def _write_sizes(writer: Any, stored: StoredHead) -> None:
         writer.add_string(_FINGERPRINT_KEY, stored.fingerprint)
 
 
-def _copy_tokenizer(writer: Any, target_gguf: Path) -> None:
+def _copy_tokenizer(writer: Any, target_gguf: Path, vocab_size: int) -> None:
     from gguf import GGUFReader, GGUFValueType
 
     try:
@@ -172,6 +187,12 @@ def _copy_tokenizer(writer: Any, target_gguf: Path) -> None:
     fields = {key: field for key, field in reader.fields.items() if key.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError(f"{target_gguf} has no tokenizer; give the target's own GGUF file")
+    count = len(fields["tokenizer.ggml.tokens"].data)
+    if count != vocab_size:
+        raise ValueError(
+            f"{target_gguf} has a tokenizer of {count} tokens, the head's target has {vocab_size}; give the target's "
+            "own GGUF file"
+        )
     for key, field in fields.items():
         if field.types[0] == GGUFValueType.ARRAY:
             writer.add_key_value(key, field.contents(), GGUFValueType.ARRAY, sub_type=field.types[-1])

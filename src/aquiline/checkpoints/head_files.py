@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); {_FETCH}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path} holds a {type(document).__name__}, expected an object")
@@ -97,10 +99,15 @@ def inside(folder: Path, name: str) -> Path:
     Raises:
         ValueError: for a name with a folder in it, a link that leaves, or no regular file.
     """
-    if Path(name).name != name or "\\" in name:
-        raise ValueError(f"{folder}: the file name {name!r} leaves the folder; expected a plain name")
+    if Path(name).name != name or name in ("", ".", "..") or "\\" in name or not name.isprintable() or len(name) > 255:
+        raise ValueError(f"{folder}: the file name {name[:80]!r} leaves the folder or is none; expected a plain name")
     path = folder / name
-    real, home = path.resolve(), folder.resolve()
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{path} is a link that leads nowhere ({error}); copy the file itself into the folder"
+        ) from error
     roots = [home]
     if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
         roots.append(home.parent.parent / "blobs")
@@ -123,11 +130,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         if path.name.endswith(".safetensors"):
             return dict(load_file(path))
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle's protocol
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "not a pickle of tensors"
+        # torch's own message advises to load it with its code.
+        found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
-            f"{path} is refused: it is a pickle with code in it, or not whole ({reason}); "
+            f"{path} is refused: it is a pickle with code in it{f', {found[1]}' if found else ''}, or not whole; "
             "ask its author for a .safetensors file"
         ) from error
     except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
@@ -137,7 +147,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(f"{path}: {name!r} is a {type(value).__name__}, expected a tensor under a name")
-    return dict(loaded)
+        if value.layout != torch.strided:
+            raise ValueError(f"{path}: {name} is stored as {value.layout}, expected a dense tensor; {_FETCH}")
+    return {name: value.detach() for name, value in loaded.items()}
 
 
 def _read_shards(folder: Path, index: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:

@@ -85,6 +85,8 @@ def read_stored_head(
         files: tuple[str, ...] = (path.name,)
     else:
         read = read_head_files(path)
+        if str(read.config.get("format", "")).startswith("aquiline-final-heads"):
+            raise ValueError(f"{path} holds Medusa or Hydra heads ({read.config['format']}), not an EAGLE head")
         translated, files = translate(read), read.names
     place = str(path)
     raw = _overruled(translated.config, choices)

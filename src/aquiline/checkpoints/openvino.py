@@ -32,11 +32,13 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
         ValueError: if the command is not installed.
         RuntimeError: if it fails, with the end of what it said, or writes another kind of graph.
     """
-    command = os.environ.get(COMMAND_VARIABLE) or shutil.which("optimum-cli")
+    named = os.environ.get(COMMAND_VARIABLE)
+    command = shutil.which(named or "optimum-cli")
     if command is None:
         raise ValueError(
-            "optimum-cli is not installed; install optimum-intel (in an environment of its own, see docs/interop.md) "
-            f"and name it in {COMMAND_VARIABLE}"
+            (f"{COMMAND_VARIABLE} is {named!r}, no program that runs" if named else "optimum-cli is not installed")
+            + "; install optimum-intel (in an environment of its own, see docs/interop.md) and name its optimum-cli in "
+            f"{COMMAND_VARIABLE}"
         )
     chosen = weight_format or _WEIGHT_FORMATS[str(stored.dtype)]
     output.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,8 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run([command, *arguments], env=environment, capture_output=True, text=True, check=False)
         if done.returncode or not (made / _GRAPH).is_file():
-            raise RuntimeError(f"optimum-cli failed ({done.returncode}): {(done.stderr or done.stdout)[-2000:]}")
+            said = (done.stderr or done.stdout)[-2000:] or f"it wrote no {_GRAPH}"
+            raise RuntimeError(f"optimum-cli failed ({done.returncode}): {said}")
         _name_layers(made / _GRAPH, [int(feature) - 1 for feature in stored.config.features])
         names = tuple(sorted(path.name for path in made.iterdir()))
         for name in names:

@@ -35,7 +35,7 @@ _FILES = {
 def published_kind(folder: str | Path) -> str | None:
     """Returns "medusa" or "hydra" if a folder holds such a published checkpoint, else None."""
     for kind, names in _FILES.items():
-        if any((Path(folder) / name).exists() for name in names):
+        if any((Path(folder) / name).exists() or (Path(folder) / name).is_symlink() for name in names):
             return kind
     return None
 
@@ -107,7 +107,7 @@ def _read(folder: Path, target: TargetShape | None, dtype: torch.dtype) -> tuple
         raise ValueError(f"{folder} holds no published Medusa or Hydra heads: none of {names} is there")
     raw = read_config(folder)
     check_kinds(raw, str(folder))
-    file = next(name for name in _FILES[kind] if (folder / name).exists())
+    file = next(name for name in _FILES[kind] if (folder / name).exists() or (folder / name).is_symlink())
     tensors, place = read_tensors(inside(folder, file)), str(folder / file)
     config = _config(kind, raw, target or _own_shape(tensors, place), str(folder / "config.json"))
     with torch.device("meta"):

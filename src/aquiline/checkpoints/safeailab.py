@@ -142,7 +142,8 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], tensors: Mapping
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        # Cloned: a pickle's tensors may share memory, which safetensors does not write.
+        contiguous = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
         save_file(contiguous, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
         (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in ("model.safetensors", "config.json"):

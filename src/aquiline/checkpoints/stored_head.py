@@ -236,6 +236,8 @@ def _excess(name: str) -> str:
 
 
 def _shape_hint(name: str, tensor: Tensor, config: HeadConfig) -> str:
+    if tensor.dim() != 2:
+        return "; its sizes or the file belong to another head"
     if name == "lm_head.weight" and tensor.shape[0] == config.vocab_size:
         return (
             "; it has a row for each target token, so the embedding was probably written over the LM head "

@@ -21,9 +21,14 @@ def target_shape(folder: str | Path) -> TargetShape:
     if not path.is_file():
         raise ValueError(f"{folder} is not a target's folder: it has no config.json")
     config = read_json(path)
-    config = {**config, **config.get("text_config", {})}
-    sizes = [config.get(key) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")]
-    for key, size in zip(("vocab_size", "hidden_size", "num_hidden_layers"), sizes, strict=False):
-        if not isinstance(size, int):
-            raise ValueError(f"{path} says {key} = {size!r}, expected a number; is it a language model?")
-    return TargetShape(int(sizes[0] or 0), int(sizes[1] or 0), int(sizes[2] or 0), int(sizes[3] or 2048))
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ValueError(f"{path} says text_config = {text!r}, expected an object; is it a language model?")
+    config = {"max_position_embeddings": 2048, **config, **text}
+    sizes: list[int] = []
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+        size = config.get(key)
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{path} says {key} = {size!r}, expected a number ≥ 1; is it a language model?")
+        sizes.append(size)
+    return TargetShape(*sizes)

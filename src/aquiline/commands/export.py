@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = export_head(
         head,
         arguments.to,
-        arguments.output or f"{head.stem}-{arguments.to}",
+        arguments.output or f"{head.name.removesuffix('.gguf')}-{arguments.to}",
         target_shape(target),
         target_name=arguments.target_name or name,
         target_gguf=arguments.target_gguf,

@@ -56,6 +56,7 @@ def _parallel_heads(head: Path, target: Path | None) -> list[tuple[str, Any]]:
     from aquiline.checkpoints.head_files import read_json
     from aquiline.checkpoints.published_heads import inspect_published_heads, published_kind
     from aquiline.checkpoints.target_shape import target_shape
+    from aquiline.targets.target import TargetShape
 
     if published_kind(head):
         report = inspect_published_heads(head, None if target is None else target_shape(target))
@@ -65,9 +66,10 @@ def _parallel_heads(head: Path, target: Path | None) -> list[tuple[str, Any]]:
     if not is_final_heads(config):
         return []
     lines = [(key, value) for key, value in config.items() if key not in ("format", "accuracies")]
-    if target is not None:
-        read_final_heads(head, target_shape(target))
-        lines.append(("checked", f"fits {target}"))
+    # Without a target, they are read as the heads of one with the sizes that they name.
+    own = TargetShape(config.get("vocab_size", 0), config.get("hidden_size", 0), 1, 1)
+    read_final_heads(head, own if target is None else target_shape(target))
+    lines.append(("checked", "against itself only" if target is None else f"fits {target}"))
     return [*lines, *_fingerprints(config.get("aquiline_target_fingerprint"), target)]
 
 

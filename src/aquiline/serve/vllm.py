@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from aquiline.checkpoints.cache_folder import cache_root
+from aquiline.checkpoints.cache_folder import build_once, cache_root
 from aquiline.checkpoints.export import DRAFT_TOKENS, export_head, refusals, vllm_config
 from aquiline.checkpoints.head_files import read_config
 from aquiline.checkpoints.heads import read_stored_head
@@ -77,9 +77,11 @@ def served_head(head: str | Path, target: str | Path) -> tuple[Path, str]:
     state = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in weights]
     key = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
     folder = cache_root() / "exports" / f"vllm-{key}"
-    if not (folder / "README.md").is_file():
-        export_head(head, "vllm", folder, shape, target_name=str(target))
-    return folder, method
+
+    def build(made: Path) -> None:
+        export_head(head, "vllm", made, shape, target_name=str(target))
+
+    return build_once(folder, {"head": state}, build), method
 
 
 def find_vllm() -> str:
