@@ -22,7 +22,7 @@ from aquiline.training.heads_training import train_heads
 from aquiline.training.run_sets import open_sets
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import positions_to_keep
-from aquiline.training.step import StepReport
+from aquiline.training.step import StepReport, TrainingDiverged
 from aquiline.training.trainer import train
 from tests.training.tiny_training import tiny_settings, write_set, write_target
 
@@ -163,6 +163,28 @@ def test_a_feature_folder_is_announced_and_must_have_room(
     train(settings, resume=True)  # all of it is there
     with pytest.raises(ValueError, match=r"0.00 GB are free; name a folder on a larger disk"):
         train(run(base, "kept-2", features=str(base / "kept-features-2")))
+
+
+def test_a_resume_may_change_what_moves_no_bit(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk under the feature folder must not cost the run."""
+    write_set(tmp_path / "other", conversations=2, length=18, seed=3)
+    settings = run(base, "moved", features=str(tmp_path / "one"))
+    train(settings, resume=True)
+    assert "there is no checkpoint in" in capsys.readouterr().out
+    changes = {"features": str(tmp_path / "two"), "validation": (str(tmp_path / "other"),), "recompute": True}
+    train(dataclasses.replace(settings, **changes), resume=True)
+    assert "there is no checkpoint" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_diverged_run_says_what_can_be_done(base: Path, saved: bool) -> None:
+    for start, settings in ((train, run(base, f"nan-{saved}")), (train_heads, heads(base, f"nan-{saved}-medusa"))):
+        if saved:
+            start(settings)  # type: ignore[operator]
+        wild = dataclasses.replace(settings, lr=math.inf, muon_lr=0.0)
+        words = r"checkpoint is good: begin in another folder .*--init .*head" if saved else "Nothing was saved yet"
+        with pytest.raises(TrainingDiverged, match=words):
+            start(wild, overwrite=True)  # type: ignore[operator]
 
 
 def test_a_signal_is_no_success(

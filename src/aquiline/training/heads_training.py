@@ -33,7 +33,15 @@ from aquiline.training.optim import make_optimisers, rate_factor, set_rate
 from aquiline.training.processes import refuse_several_processes
 from aquiline.training.regression import Regression
 from aquiline.training.run_sets import RunSets, check_sets, open_sets
-from aquiline.training.running import append_metrics, make_output, say_unmeasured, stop_signals, validation_texts
+from aquiline.training.running import (
+    append_metrics,
+    diverged,
+    make_output,
+    say_nothing_to_resume,
+    say_unmeasured,
+    stop_signals,
+    validation_texts,
+)
 from aquiline.training.settings import MAY_CHANGE
 from aquiline.training.state import keep_freed_memory, positions_to_keep
 from aquiline.training.step import TrainingDiverged
@@ -83,6 +91,8 @@ def train_heads(settings: HeadsSettings, *, resume: bool = False, overwrite: boo
     began, threads, output = time.monotonic(), torch.get_num_threads(), Path(settings.output)
     make_output(output, resume=resume, overwrite=overwrite)
     run = _start(settings)
+    if resume and not (output / "checkpoint.pt").is_file():
+        say_nothing_to_resume(output)
     say_unmeasured(run.sets.empty(settings.validation or settings.data))
     if resume and (output / "checkpoint.pt").is_file():
         _restore(run, output / "checkpoint.pt")
@@ -224,10 +234,7 @@ def _optimiser_step(run: _Run, pool: ThreadPoolExecutor) -> tuple[float, list[fl
 
 def _move(run: _Run, loss: float, norm: float) -> None:
     if not math.isfinite(loss) or not math.isfinite(norm):
-        raise TrainingDiverged(
-            f"step {run.step + 1}: loss {loss}, gradient norm {norm}; stopped. The last checkpoint is good: "
-            "resume from it with a lower learning rate"
-        )
+        raise TrainingDiverged(diverged(run.step + 1, loss, norm, run.settings.output))
     set_rate(run.optimisers, _rate(run))
     for optimiser in run.optimisers:
         optimiser.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,10 @@ def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
     """SIGTERM and SIGINT call `stop` with their name, so that a loop can end after its present step."""
 
     def handle(number: int, frame: object) -> None:
-        stop(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"{name}: the run saves and ends after this step\n".encode())
+        stop(name)
 
     try:
         previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -56,6 +60,22 @@ def make_output(output: Path, *, resume: bool, overwrite: bool) -> None:
             "another folder"
         )
     (output / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def say_nothing_to_resume(output: Path) -> None:
+    """Says that a run that should go on begins: the folder may be the wrong one."""
+    print(f"there is no checkpoint in {output} to resume: the run begins anew", flush=True)
+
+
+def diverged(step: int, loss: float, norm: float, output: str | Path) -> str:
+    """What to say, and to do, about a loss or a gradient that is not finite."""
+    what = f"step {step}: loss {loss}, gradient norm {norm}; stopped. "
+    if not (Path(output) / "checkpoint.pt").is_file():
+        return what + "Nothing was saved yet: start again with a lower learning rate (--lr, --muon-lr)"
+    return what + (
+        "The last checkpoint is good: begin in another folder with a lower learning rate (--lr, --muon-lr), for EAGLE "
+        f"heads from its weights (--init {Path(output) / 'head'})"
+    )
 
 
 def say_unmeasured(empty: Sequence[str]) -> None:

@@ -10,8 +10,20 @@ from typing import Any
 from aquiline.drafters.eagle import INPUTS
 from aquiline.training.losses import RULES
 
-MAY_CHANGE = ("output", "save_minutes", "validate_positions", "log_steps", "workers", "tensorboard", "shard_target")
-"""Settings that a resumed run may change without becoming another run."""
+MAY_CHANGE = (
+    "output",
+    "save_minutes",
+    "validate_positions",
+    "validation",
+    "log_steps",
+    "workers",
+    "tensorboard",
+    "shard_target",
+    "features",
+    "keep_layers",
+    "recompute",
+)
+"""Settings that a resumed run may change without becoming another run: none of them moves a bit of the head."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from aquiline.training.initial import fit_fusion
 from aquiline.training.learner import Example, build_micro_batch, counts, gradients, refresh, token_shift
 from aquiline.training.optim import rate_factor, set_rate
 from aquiline.training.processes import largest, take_from_main
+from aquiline.training.running import diverged
 from aquiline.training.state import Run
 from aquiline.training.stream import micro_batches
 
@@ -131,10 +132,7 @@ def _reduce(run: Run, parameters: list[torch.nn.Parameter], sums: Tensor) -> Ten
 
 def _move(run: Run, loss: float, norm: float) -> None:
     if not math.isfinite(loss) or not math.isfinite(norm):
-        raise TrainingDiverged(
-            f"step {run.step + 1}: loss {loss}, gradient norm {norm}; stopped. The last checkpoint "
-            "is good: resume from it with a lower learning rate"
-        )
+        raise TrainingDiverged(diverged(run.step + 1, loss, norm, run.settings.output))
     set_rate(run.optimisers, rate(run))
     for optimiser in run.optimisers:
         optimiser.step()

@@ -13,7 +13,14 @@ import torch
 
 from aquiline.training.card import write_card
 from aquiline.training.processes import largest
-from aquiline.training.running import append_metrics, make_output, say_unmeasured, stop_signals, validation_texts
+from aquiline.training.running import (
+    append_metrics,
+    make_output,
+    say_nothing_to_resume,
+    say_unmeasured,
+    stop_signals,
+    validation_texts,
+)
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import Run, keep_freed_memory, restore, save, start_run
 from aquiline.training.step import StepReport, TrainingDiverged, fit_start, optimiser_step, rate
@@ -59,7 +66,10 @@ def train(settings: TrainSettings, *, resume: bool = False, overwrite: bool = Fa
     make_output(output, resume=resume, overwrite=overwrite)
     run = start_run(settings)
     keep_freed_memory()  # not before: what loading freed goes back
-    if resume and _is_there(run, output / "checkpoint.pt"):
+    there = resume and _is_there(run, output / "checkpoint.pt")
+    if resume and not there and run.main:
+        say_nothing_to_resume(output)
+    if there:
         restore(run, output / "checkpoint.pt")
     elif (settings.kind, settings.init, settings.start) == ("eagle", None, "target"):
         share = fit_start(run)
