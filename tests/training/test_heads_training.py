@@ -266,7 +266,7 @@ def test_measured_acceptance_is_that_of_the_loop(base):
         ({"data_weights": (1.0, 2.0)}, "each of 1 data sets"),
         ({"dtype": "float16"}, "allowed: bfloat16, float32"),
         ({"decay_share": 2.0}, "0 … 1"),
-        ({"max_length": 2}, "at least 3"),
+        ({"max_length": 2}, "max_length is 2; allowed: ≥ 3"),
     ],
 )
 def test_refuses_settings(base, changes, message):

@@ -138,7 +138,7 @@ def test_two_processes_equal_one(base: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(250)
         assert process.exitcode == 0
     train(dataclasses.replace(settings, output=str(base / "one")))
     one, two = weights(base / "one"), weights(base / "two")
