@@ -223,7 +223,10 @@ def render_findings(results: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for c in results["comparisons"]:
-        order = "holds in every seed" if c["separated"] else "holds on average" if c["holds"] else "does not hold"
+        order = "does not hold"
+        if c["holds"]:
+            seeds = len(c["better"]["tau"]) * len(c["worse"]["tau"])
+            order = "holds" if seeds == 1 else "holds in every seed" if c["separated"] else "holds on average"
         sides = [f"{s['head']}, {s['method']}: {_spread(s['tau'])}" for s in (c["better"], c["worse"])]
         lines.append(f"| {c['claim']} | {sides[0]} | {sides[1]} | {order} | {c['paper']} |")
     lines += ["", *_alpha_lines(results["runs"]), *_validation_lines(results["runs"]), *_batch_lines(results["runs"])]
