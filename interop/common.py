@@ -44,6 +44,7 @@ class Task:
         k: drafts a step.
         limit: tokens a prompt.
         record: whether the numbers go into interop/results.
+        identity: of the head, when the comparison began.
     """
 
     head: Path
@@ -53,6 +54,7 @@ class Task:
     k: int
     limit: int
     record: bool
+    identity: dict[str, str]
 
     def name(self, series: str, *parts: object) -> str:
         """Name of a series of results of this head (see `pieces`)."""
@@ -79,7 +81,8 @@ def task_of(args: argparse.Namespace) -> Task:
     """What the options ask for."""
     folder = resolve_target(args.target, print)
     prompts, end = encode_prompts(folder, read_prompts(args.prompts))
-    return Task(args.head.resolve(), folder, prompts, end, args.k, args.limit, args.record)
+    head = args.head.resolve()
+    return Task(head, folder, prompts, end, args.k, args.limit, args.record, head_identity(head))
 
 
 def load_target(folder: Path) -> Decoder:
@@ -217,8 +220,10 @@ def conclude(
         more: what else to record.
 
     Raises:
-        SystemExit: if the counts differ by more than 2 %.
+        SystemExit: if the counts differ by more than 2 %, or the head was replaced meanwhile.
     """
+    if head_identity(task.head) != task.identity:
+        raise SystemExit(f"{task.head} was replaced while it was compared; run this again")
     print(counts_table(engine, ours, theirs))
     print(f"Outputs with drafts, {engine} and Aquiline: {agreements[0]}.")
     print(f"Outputs of {engine} with drafts and plain: {agreements[1]}.")
@@ -231,7 +236,7 @@ def conclude(
             f"{name}-{task.head.name}",
             {
                 "engine": engine,
-                **head_identity(task.head),
+                **task.identity,
                 "dtype": "float32",
                 "k": task.k,
                 "limit": task.limit,
