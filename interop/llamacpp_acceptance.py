@@ -35,7 +35,9 @@ def converted_target(source: Path, task: Task, version: str) -> Path:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, packages))}
         command = [sys.executable, "convert_hf_to_gguf.py", str(task.target), "--outtype", "f32"]
         command += ["--outfile", str(folder / "target.gguf")]
-        done = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=source, env=environment, check=False, capture_output=True, text=True, errors="replace"
+        )
         if done.returncode:
             raise SystemExit(f"convert_hf_to_gguf.py ended with {done.returncode}:\n{done.stderr[-3000:]}")
 
@@ -46,7 +48,7 @@ def converted_target(source: Path, task: Task, version: str) -> Path:
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs one of llama.cpp's programs."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{(done.stderr or done.stdout)[-4000:]}")
     return done

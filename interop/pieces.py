@@ -118,7 +118,8 @@ def engine(python: str, script: str, job: dict[str, Any], *, environment: dict[s
                 process.terminate()
                 process.wait()
         if process.returncode:
-            raise SystemExit(f"{script} ended with {process.returncode}:\n{log.read_text()[-6000:]}")
+            said = log.read_text(errors="replace")[-6000:]
+            raise SystemExit(f"{script} ended with {process.returncode}:\n{said}")
 
     return run
 

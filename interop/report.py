@@ -60,11 +60,17 @@ def settings(runs: Sequence[Record]) -> str:
 def differences(runs: Sequence[Record]) -> str:
     """The largest difference between their and our counts, engine by engine."""
     largest: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for run in runs:
         name = run["engine"].split(" (")[0]
         worst = max(abs(theirs - ours) / max(ours, 1) for theirs, ours in pairs(run))
         largest[name] = max(worst, largest.get(name, 0.0))
-    said = (f"{name} {f'{100 * share:.1f} %' if share else 'none'}" for name, share in largest.items())
+        theirs, ours = (sum(run[side]["accepted"]) for side in ("theirs", "ours"))
+        totals[name] = max(abs(theirs - ours) / max(ours, 1), totals.get(name, 0.0))
+    said = (
+        f"{name} {f'{100 * share:.1f} % (of all accepted drafts {100 * totals[name]:.1f} %)' if share else 'none'}"
+        for name, share in largest.items()
+    )
     return f"* **Largest difference of a count from ours:** {', '.join(said)}."
 
 
