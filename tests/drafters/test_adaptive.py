@@ -21,16 +21,19 @@ def decoded(
     """Tokens a second of `steps` steps, and their kinds.
 
     A drafted step takes `cost` seconds and emits 1 to 5 tokens, each draft accepted with probability
-    `share`; a plain one takes 1 and emits 1. `noise`: spread of the logarithm of the machine's speed.
+    `share`; a plain one takes 1 and emits 1; both a row, and counted is the mean of the rows.
+    `noise`: spread of the logarithm of the machine's speed.
     """
     random = Random(seed)
     tokens = seconds = drift = 0.0
     kinds = ""
     for _ in range(steps):
         drafted = choice.decide()
-        emitted = 1
-        while drafted and emitted < 5 and random.random() < share:
-            emitted += 1
+        rows = [1] * choice.batch
+        for row in range(choice.batch):
+            while drafted and rows[row] < 5 and random.random() < share:
+                rows[row] += 1
+        emitted = sum(rows) / choice.batch
         drift = 0.98 * drift + 0.2 * noise * random.gauss(0, 1)
         took = (cost if drafted else 1.0) * exp(drift + noise * random.gauss(0, 1) / 2)
         choice.payoff.record(drafted, took, emitted)
@@ -52,6 +55,19 @@ def test_what_does_not_pay_costs_little() -> None:
     assert min(speeds) >= 0.97
     speeds = [decoded(_Choice(), 0.0, 1.4, 300, seed=seed)[0] for seed in range(5)]
     assert min(speeds) >= 0.95, "the first 300 tokens include the trial itself"
+
+
+def test_what_does_not_pay_for_five_rows_costs_a_short_answer_little() -> None:
+    """Acceptance of 0.5 gives 1.94 tokens, a step of five rows takes 2.3 plain ones; the answer has 128 steps."""
+    runs = [decoded(_Choice(5), 0.5, 2.3, 128, seed=seed, noise=0.05) for seed in range(40)]
+    assert sum(kinds.count("d") for _, kinds in runs) / len(runs) <= 12
+    assert sum(speed for speed, _ in runs) / len(runs) >= 0.965
+
+
+def test_what_pays_for_five_rows_stays_on() -> None:
+    for seed in range(40):
+        _, kinds = decoded(_Choice(5), 0.6, 1.7, 300, seed=seed, noise=0.15)
+        assert kinds[100:].count("-") <= 10, f"seed {seed}: {kinds}"
 
 
 def test_a_draw_is_nearly_one() -> None:

@@ -20,7 +20,11 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
 
 FIRST_JUDGED, CHECK_PLAIN, TRIAL = 8, 64, 4
 """Drafted steps before the first judgement (the next ones come after twice as many each), at most
-between two judgements, and of a trial after a pause."""
+between two judgements, and of a trial after a pause: for one row. Several rows tell as much in fewer
+steps, and there a step that does not pay costs more."""
+
+_FEWEST_JUDGED, _FEWEST_TRIED = 3, 2
+"""The same for many rows: the first drafted step pays for warming up."""
 
 _WINDOW = 64
 """Drafted steps that the estimate of their yield remembers: texts change."""
@@ -89,6 +93,7 @@ class _Choice:
     """What is known and decided for one number of rows: what pays for one need not for another.
 
     Attributes:
+        batch: the number of rows.
         payoff: what was measured.
         drafting: whether steps draft now.
         left: steps of the present kind until the next decision.
@@ -97,22 +102,37 @@ class _Choice:
         checked: the last step was the plain one that a judgement needs.
     """
 
+    batch: int = 1
     payoff: Payoff = field(default_factory=Payoff)
     drafting: bool = True
-    left: int = FIRST_JUDGED + 1
-    patience: int = FIRST_JUDGED
+    left: int = 0
+    patience: int = 0
     pause: int = SHORTEST_PAUSE
     checked: bool = False
 
+    def __post_init__(self) -> None:
+        self.patience = self.first
+        self.left = self.first + 1
+
+    @property
+    def first(self) -> int:
+        """Drafted steps before the first judgement."""
+        return max(FIRST_JUDGED // self.batch, _FEWEST_JUDGED)
+
+    @property
+    def trial(self) -> int:
+        """Drafted steps of a trial after a pause."""
+        return max(TRIAL // self.batch, _FEWEST_TRIED)
+
     def decide(self) -> bool:
         """Whether the next step drafts."""
-        if False not in self.payoff.warm and self.left <= FIRST_JUDGED:
+        if False not in self.payoff.warm and self.left <= self.first:
             return False  # once, early: plain's first step pays for warming up, and is not measured
         self.left -= 1
         if self.left > 0:
             return self.drafting
         if not self.drafting:
-            self.drafting, self.left = True, TRIAL
+            self.drafting, self.left = True, self.trial
             self.payoff.doubt()
             return True
         if not self.checked:
@@ -123,7 +143,7 @@ class _Choice:
             self.patience = min(2 * self.patience, CHECK_PLAIN)
             self.left, self.pause = self.patience, SHORTEST_PAUSE
         else:
-            self.drafting, self.left, self.patience = False, self.pause, TRIAL
+            self.drafting, self.left, self.patience = False, self.pause, self.trial
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
         return self.drafting
 
@@ -213,4 +233,4 @@ class Adaptive:
             self.inner.copy_prefix(source, target, length, state.inner)
 
     def _choice(self, batch: int) -> _Choice:
-        return self._choices.setdefault(batch, _Choice())
+        return self._choices.setdefault(batch, _Choice(batch))
