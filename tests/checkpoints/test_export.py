@@ -55,7 +55,7 @@ def target_gguf(tmp_path: Path) -> Path:
     return path
 
 
-def _same_bits(first: Path, second: Path) -> None:
+def _assert_same_bits(first: Path, second: Path) -> None:
     left, right = read_stored_head(first, TARGET)[0], read_stored_head(second, TARGET)[0]
     assert left.tensors.keys() == right.tensors.keys()
     for name, tensor in left.tensors.items():
@@ -72,8 +72,8 @@ def _same_bits(first: Path, second: Path) -> None:
 def test_round_trip_eagle3(to: str, tmp_path: Path) -> None:
     source = _head(tmp_path / "head")
     report = export_head(source, to, tmp_path / "out", TARGET, target_name="some/target")
-    _same_bits(source, tmp_path / "out")
-    _same_bits(source, export_again(tmp_path / "out", tmp_path / "back"))
+    _assert_same_bits(source, tmp_path / "out")
+    _assert_same_bits(source, export_again(tmp_path / "out", tmp_path / "back"))
     assert report.files == ("config.json", "model.safetensors", "README.md")
     assert report.snippet in (tmp_path / "out" / "README.md").read_text()
 
@@ -90,14 +90,14 @@ def test_round_trip_eagle1(to: str, tmp_path: Path) -> None:
     if to == "sglang":
         zeros = load_file(tmp_path / "out" / "model.safetensors").pop("fc.bias")
         assert not zeros.any()
-    _same_bits(source, tmp_path / "out")
+    _assert_same_bits(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("to", ["safeailab", "sglang"])
 def test_round_trip_of_an_fc_bias(to: str, tmp_path: Path) -> None:
     source = _eagle1(tmp_path / "head", bias=True)
     export_head(source, to, tmp_path / "out", TARGET)
-    _same_bits(source, tmp_path / "out")
+    _assert_same_bits(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("to", TEXT_FORMATS)
@@ -153,7 +153,7 @@ def test_sglang_layer_ids(features: list[int], nested: list[int] | None, tmp_pat
     export_head(source, "sglang", tmp_path / "out", TARGET)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") == nested
-    _same_bits(source, tmp_path / "out")
+    _assert_same_bits(source, tmp_path / "out")
 
 
 _FC_NORMS = {f"fc_norm.{i}.weight": torch.ones(H) for i in range(3)}
@@ -203,14 +203,14 @@ def test_norms_of_3_1_reach_the_engines_that_have_them(tmp_path: Path) -> None:
         export_head(source, to, tmp_path / to, TARGET)
         config = json.loads((tmp_path / to / "config.json").read_text())
         assert config["fc_norm"] is True and config["norm_output"] is True
-        _same_bits(source, tmp_path / to)
+        _assert_same_bits(source, tmp_path / to)
 
 
 def test_own_embedding_goes_along(tmp_path: Path) -> None:
     source = _head(tmp_path / "head", tensors={"embed_tokens.weight": torch.randn(V, H, dtype=torch.bfloat16)})
     for to in TEXT_FORMATS:
         export_head(source, to, tmp_path / to, TARGET)
-        _same_bits(source, tmp_path / to)
+        _assert_same_bits(source, tmp_path / to)
     # Only with this key does the reference take the embedding out of the checkpoint.
     assert json.loads((tmp_path / "safeailab" / "config.json").read_text())["target_hidden_size"] == H
 
@@ -238,8 +238,8 @@ def test_gguf_round_trip(dtype: torch.dtype, tmp_path: Path, target_gguf: Path) 
     )
     report = export_head(source, "gguf", tmp_path / "out", TARGET, target_gguf=target_gguf)
     assert report.files == ("head.gguf", "README.md") and "--spec-type draft-eagle3" in report.snippet
-    _same_bits(source, tmp_path / "out" / "head.gguf")
-    _same_bits(source, export_again(tmp_path / "out" / "head.gguf", tmp_path / "back"))
+    _assert_same_bits(source, tmp_path / "out" / "head.gguf")
+    _assert_same_bits(source, export_again(tmp_path / "out" / "head.gguf", tmp_path / "back"))
 
 
 def test_gguf_as_llama_cpp_reads_it(tmp_path: Path, target_gguf: Path) -> None:
@@ -315,7 +315,7 @@ def test_gguf_llama3_scaling(tmp_path: Path, target_gguf: Path) -> None:
     export_head(source, "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
     factors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "head.gguf").tensors}["rope_freqs.weight"]
     assert factors[0] == 1.0 and factors[1] == 8.0  # wavelengths 6 and 444 against 64
-    _same_bits(source, tmp_path / "head.gguf")
+    _assert_same_bits(source, tmp_path / "head.gguf")
 
 
 def test_gguf_needs_the_targets_file(tmp_path: Path, target_gguf: Path) -> None:
@@ -369,7 +369,7 @@ def test_an_earlier_export_is_written_over(tmp_path: Path) -> None:
     source = _head(tmp_path / "head")
     for output in (tmp_path / "out", tmp_path / "out", source / "inside"):
         export_head(source, "vllm", output, TARGET)
-        _same_bits(source, output)
+        _assert_same_bits(source, output)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"out cannot be made: .*file is a file; name another folder"):
         export_head(source, "vllm", tmp_path / "file" / "out", TARGET)
@@ -407,7 +407,7 @@ def test_a_pickle_of_parameters_that_share_memory(tmp_path: Path, target_gguf: P
     source = fixtures.write(tmp_path / "head", config, tensors, pickled=True)
     for to in (*TEXT_FORMATS, "gguf"):
         export_head(source, to, tmp_path / to, TARGET, target_gguf=target_gguf)
-        _same_bits(source, tmp_path / "gguf" / "head.gguf" if to == "gguf" else tmp_path / to)
+        _assert_same_bits(source, tmp_path / "gguf" / "head.gguf" if to == "gguf" else tmp_path / to)
 
 
 # -- OpenVINO -------------------------------------------------------------------------------
