@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from aquiline.targets.layers import decoder_layers
 from aquiline.targets.loading import load_target
@@ -32,7 +31,7 @@ from aquiline.training.settings import TrainSettings
 from aquiline.training.sharding import load_sharded, whole
 from aquiline.training.trainer import train
 from tests.targets import hf_models
-from tests.training.tiny_training import tiny_settings, write_set, write_target
+from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +40,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_target(folder / "target")
     write_set(folder / "set", conversations=7, length=18)
     return folder
-
-
-def weights(output: Path) -> dict[str, Tensor]:
-    state = torch.load(output / "checkpoint.pt", weights_only=True)["network"]
-    assert isinstance(state, dict)
-    return state
-
-
-def metrics(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def _enter(rank: int, port: int, extra: dict[str, str], call: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from aquiline.training import state
 from aquiline.training.dataset import open_training_set
 from aquiline.training.settings import TrainSettings, settings_record
 from aquiline.training.trainer import TrainingDiverged, train
-from tests.training.tiny_training import tiny_settings, write_set, write_target
+from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +38,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_set(folder / "set", conversations=8, length=18)
     train(tiny_settings(folder, "reference"))
     return folder
-
-
-def weights(output: Path) -> dict[str, Tensor]:
-    state = torch.load(output / "checkpoint.pt", weights_only=True)["network"]
-    assert isinstance(state, dict)
-    return state
-
-
-def metrics(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.settings import TrainSettings
@@ -74,3 +75,15 @@ def tiny_settings(base: Path, output: str, **changes: Any) -> TrainSettings:
         "dtype": "float32",
     }
     return TrainSettings(**(settings | changes))
+
+
+def weights(output: Path) -> dict[str, Tensor]:
+    """The network in the checkpoint of a run."""
+    state = torch.load(output / "checkpoint.pt", weights_only=True)["network"]
+    assert isinstance(state, dict)
+    return state
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
