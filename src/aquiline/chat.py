@@ -8,7 +8,7 @@ from typing import Any
 from aquiline import text
 from aquiline.batch import Batch, capacity_for
 from aquiline.emission import Emission
-from aquiline.kinds import check_kind
+from aquiline.checks import check_kind
 from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed, merged_params
 from aquiline.sampling import SamplingParams
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.kinds import check_kind
+from aquiline.checks import check_kind
 from aquiline.request import Engine
 
 

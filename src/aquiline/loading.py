@@ -22,7 +22,7 @@ from aquiline.generate import (
     generate_requests,
     stream_requests,
 )
-from aquiline.kinds import flag
+from aquiline.checks import flag
 from aquiline.opening import fast_copy, generation_defaults, open_target
 from aquiline.request import merged_params, naming_prompt
 from aquiline.sampling import SamplingParams

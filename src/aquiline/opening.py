@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aquiline.kinds import check_kind
+from aquiline.checks import check_kind
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from aquiline.drafters.drafter import Drafter
-from aquiline.kinds import check_kind, integer
+from aquiline.checks import check_kind, integer
 from aquiline.sampling import LogitsProcessor, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target

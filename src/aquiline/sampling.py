@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.kinds import check_kind, check_value, flag, integer, number, several
+from aquiline.checks import check_kind, check_value, flag, integer, number, several
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's form: (input_ids (1, S) int64, scores (1, V) float32) → scores (1, V)."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.kinds import check_value, number
+from aquiline.checks import check_value, number
 from aquiline.sampling import NOT_A_NUMBER, TokenChooser, draw, uniform
 from aquiline.tree import DraftTree
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import check_fits
-from aquiline.kinds import integer
+from aquiline.checks import integer
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aquiline.cache import check_fits
-from aquiline.kinds import integer, number, several
+from aquiline.checks import integer, number, several
 
 EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     *((i,) for i in range(4)),
