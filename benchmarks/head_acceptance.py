@@ -16,7 +16,7 @@ import torch
 import aquiline
 from aquiline.checkpoints.head_names import resolve_head
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.generate import encode_prompt
+from aquiline.engine.generate import encode_prompt
 from aquiline.targets.loading import load_target
 from aquiline.training.validation import measure_acceptance
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from aquiline import cache, generate
-from aquiline.batch import MIN_SHARED, Batch, common_prefix
+from aquiline import cache
+from aquiline.engine import generate
+from aquiline.engine.batch import MIN_SHARED, Batch, common_prefix
 from aquiline.cache import KVCache
 from aquiline.decode import PREFILL_CHUNK
 from aquiline.drafters.drafter import Drafter
@@ -18,7 +19,7 @@ from aquiline.drafters.merged import Merged
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.tree_policy import DynamicTree
-from aquiline.generate import Engine, Request, StreamEvent, generate_requests, stream_requests
+from aquiline.engine.generate import Engine, Request, StreamEvent, generate_requests, stream_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder, config_from_hf
 from tests import tiny

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.chat import ChatSession
+from aquiline.engine.chat import ChatSession
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle_drafter import EagleDrafter, EagleState
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import DynamicTree
-from aquiline.generate import Engine, Request, encode_prompt, generate_requests
+from aquiline.engine.generate import Engine, Request, encode_prompt, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder
 from tests import tiny

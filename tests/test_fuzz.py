@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from aquiline import generate
-from aquiline.batch import Batch
+from aquiline.engine import generate
+from aquiline.engine.batch import Batch
 from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.generate import Engine, Request, StreamEvent, stream_requests
+from aquiline.engine.generate import Engine, Request, StreamEvent, stream_requests
 from aquiline.sampling import SamplingParams
 from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.path_target import PathTarget, fingerprint

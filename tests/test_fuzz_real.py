@@ -19,9 +19,9 @@ from aquiline import Chain, DynamicTree, PromptLookup, SamplingParams, StaticTre
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookahead import Lookahead
-from aquiline.drafting import make_drafter
-from aquiline.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
-from aquiline.grammar import json_schema, lark, regex
+from aquiline.engine.drafting import make_drafter
+from aquiline.engine.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
+from aquiline.engine.grammar import json_schema, lark, regex
 from aquiline.targets.prepack import packable
 
 pytestmark = [pytest.mark.real, pytest.mark.verify]

@@ -13,7 +13,7 @@ from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree
-from aquiline.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
+from aquiline.engine.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
 from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from aquiline.verify import LossyRule

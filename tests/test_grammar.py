@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aquiline.generate import Engine, Request, generate_requests
-from aquiline.grammar import Grammar, json_schema, lark, regex
+from aquiline.engine.generate import Engine, Request, generate_requests
+from aquiline.engine.grammar import Grammar, json_schema, lark, regex
 from aquiline.sampling import SamplingParams
 from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.path_target import PathTarget

@@ -16,7 +16,7 @@ import torch
 
 import aquiline
 from aquiline import Chain, DynamicTree, LossyRule, PromptLookup, StaticTree
-from aquiline.chat import ChatSession
+from aquiline.engine.chat import ChatSession
 from aquiline.drafters.lookahead import Lookahead
 from tests import tiny
 from tests.command_line import Result, call, write_target
@@ -157,7 +157,7 @@ def test_chats(loaded: aquiline.Loaded, base: Path) -> None:
 
 def test_grammars(loaded: aquiline.Loaded) -> None:
     pytest.importorskip("llguidance")
-    from aquiline.grammar import json_schema, regex
+    from aquiline.engine.grammar import json_schema, regex
 
     with pytest.raises(TypeError, match=r"is a Loaded; allowed: an Engine \(loaded.engine\)"):
         regex(loaded, "a")  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from aquiline.drafters.merged import Merged
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
-from aquiline.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams
 from tests import tiny
 from tests.knowing_drafter import KnowingDrafter, known_from

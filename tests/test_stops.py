@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquiline.emission import Emission
-from aquiline.generate import Engine, Request
+from aquiline.engine.emission import Emission
+from aquiline.engine.generate import Engine, Request
 from aquiline.sampling import SamplingParams
-from aquiline.stops import StopScanner
-from aquiline.text import Detokenizer
+from aquiline.engine.stops import StopScanner
+from aquiline.engine.text import Detokenizer
 from tests.path_target import PathTarget
 from tests.reference.slow_generate import certain_text, completed_at, decode
 from tests.tiny_tokenizers import byte_fallback, byte_level, every_byte

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aquiline.drafters.prompt_lookup import PromptLookup
     from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
-    from aquiline.generate import GenerationOutput, StreamEvent
+    from aquiline.engine.generate import GenerationOutput, StreamEvent
     from aquiline.loading import Loaded, load
     from aquiline.sampling import SamplingParams
     from aquiline.stats import GenerationStats
@@ -25,8 +25,8 @@ _HOMES = {
     "load": "loading",
     "Loaded": "loading",
     "SamplingParams": "sampling",
-    "GenerationOutput": "generate",
-    "StreamEvent": "generate",
+    "GenerationOutput": "engine.generate",
+    "StreamEvent": "engine.generate",
     "GenerationStats": "stats",
     "Chain": "drafters.tree_policy",
     "StaticTree": "drafters.tree_policy",

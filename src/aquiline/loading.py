@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aquiline.chat import ChatSession
+from aquiline.engine.chat import ChatSession
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
 from aquiline.drafters.tree_policy import TreePolicy
-from aquiline.drafting import GPU_TREE, SHIPPED, make_drafter
-from aquiline.generate import (
+from aquiline.engine.drafting import GPU_TREE, SHIPPED, make_drafter
+from aquiline.engine.generate import (
     Engine,
     Request,
     StreamEvent,
@@ -23,8 +23,8 @@ from aquiline.generate import (
     stream_requests,
 )
 from aquiline.checks import flag
-from aquiline.opening import fast_copy, generation_defaults, open_target
-from aquiline.request import merged_params, naming_prompt
+from aquiline.engine.opening import fast_copy, generation_defaults, open_target
+from aquiline.engine.request import merged_params, naming_prompt
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule

@@ -24,7 +24,7 @@ from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.medusa import Medusa
 from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
-from aquiline.drafting import make_drafter
+from aquiline.engine.drafting import make_drafter
 from aquiline.tree import from_lists
 from tests import tiny
 from tests.bench.scripted import ScriptedDrafter, path_bed

@@ -14,7 +14,7 @@ from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.merged import Merged
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
-from aquiline.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.attention import place
 from tests import tiny

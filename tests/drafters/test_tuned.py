@@ -8,7 +8,7 @@ import pytest
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
 from aquiline.drafters.tuned import TunedChoice, read_tuned, read_tuned_tree, write_tuned
-from aquiline.drafting import make_drafter
+from aquiline.engine.drafting import make_drafter
 from tests.path_target import PathTarget
 
 

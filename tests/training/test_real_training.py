@@ -13,7 +13,7 @@ import torch
 
 import aquiline
 from aquiline.checkpoints.safeailab import read_head
-from aquiline.request import GenerationOutput
+from aquiline.engine.request import GenerationOutput
 from aquiline.targets.loading import load_target
 from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set
 from aquiline.training.initial import new_head

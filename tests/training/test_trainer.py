@@ -21,7 +21,7 @@ from torch import Tensor
 from aquiline.checkpoints.safeailab import read_head
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.tree_policy import Chain
-from aquiline.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training import state

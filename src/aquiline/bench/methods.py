@@ -15,7 +15,7 @@ from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
-from aquiline.drafting import GPU_TREE, make_drafter
+from aquiline.engine.drafting import GPU_TREE, make_drafter
 from aquiline.targets.target import Target
 
 METHODS = {

@@ -21,7 +21,7 @@ from aquiline.bench.records import Record, RunLog, record_from_json, record_json
 from aquiline.bench.report import compile_results, write_report
 from aquiline.bench.settings import BenchSettings, identity
 from aquiline.bench.tasks import Question, load_questions, task_name
-from aquiline.generate import Engine, encode_prompt
+from aquiline.engine.generate import Engine, encode_prompt
 from aquiline.loading import load
 
 logger = logging.getLogger("aquiline")

@@ -13,7 +13,7 @@ from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
-from aquiline.drafting import make_drafter
+from aquiline.engine.drafting import make_drafter
 
 logger = logging.getLogger("aquiline")
 

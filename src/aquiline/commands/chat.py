@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from aquiline.commands.common import add_model_options, add_sampling_options, load_model, output_record, params_of
 
 if TYPE_CHECKING:
-    from aquiline.chat import ChatSession
+    from aquiline.engine.chat import ChatSession
     from aquiline.sampling import SamplingParams
 
 

@@ -133,7 +133,7 @@ def _local(arguments: argparse.Namespace) -> Any:
     loaded = load(arguments.target, None, exact=False, max_rows=arguments.rows)
 
     def complete(requests: Sequence[ReplyRequest], sampling: ReplySampling) -> list[Reply]:
-        from aquiline.generate import Request, encode_prompt, generate_requests
+        from aquiline.engine.generate import Request, encode_prompt, generate_requests
 
         kept, prepared = [], []
         limit = loaded.target.shape.max_positions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from aquiline import text
-from aquiline.batch import Batch, capacity_for
-from aquiline.emission import Emission
-from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
-from aquiline.text import Prompt
+from aquiline.engine import text
+from aquiline.engine.batch import Batch, capacity_for
+from aquiline.engine.emission import Emission
+from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
+from aquiline.engine.text import Prompt
 
 __all__ = [
     "Engine",
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def encode_prompt(engine: Engine, prompt: Prompt, *, raw: bool = False) -> list[int]:
-    """Turns a text, chat messages or token ids into a request's tokens; see `aquiline.text.encode`."""
+    """Turns a text, chat messages or token ids into a request's tokens; see `aquiline.engine.text.encode`."""
     return text.encode(engine.tokenizer, engine.target.shape.vocab_size, prompt, raw=raw)
 
 

@@ -3,7 +3,7 @@
 A grammar is a logits processor like any other: it runs on visited nodes only, with that node's
 own text, so that speculative decoding stays exact::
 
-    from aquiline.grammar import json_schema
+    from aquiline.engine.grammar import json_schema
 
     loaded.generate(prompt, logits_processors=(json_schema(loaded.engine, schema),))
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from aquiline.checks import check_kind
-from aquiline.request import Engine
+from aquiline.engine.request import Engine
 
 
 class Grammar:

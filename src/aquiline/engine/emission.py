@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from aquiline.decode import Row
-from aquiline.logprobs import token_logprobs
-from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, own_processors, sample_seed
+from aquiline.engine.logprobs import token_logprobs
+from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, own_processors, sample_seed
 from aquiline.sampling import TokenChooser
 from aquiline.stats import GenerationStats
-from aquiline.stops import StopScanner
-from aquiline.text import Detokenizer
+from aquiline.engine.stops import StopScanner
+from aquiline.engine.text import Detokenizer
 
 
 class Emission:

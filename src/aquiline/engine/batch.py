@@ -11,8 +11,8 @@ import torch
 from aquiline.cache import copy_prefix, truncate
 from aquiline.decode import PREFILL_CHUNK, StepResult, free, new_state, prefill_chunks, step
 from aquiline.drafters.drafter import CopyingDrafter
-from aquiline.emission import Emission
-from aquiline.request import Engine, StreamEvent
+from aquiline.engine.emission import Emission
+from aquiline.engine.request import Engine, StreamEvent
 
 MIN_SHARED = 8
 """Shorter common beginnings of two prompts are computed again: copying them saves nothing."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from aquiline import text
-from aquiline.batch import Batch, capacity_for
-from aquiline.emission import Emission
+from aquiline.engine import text
+from aquiline.engine.batch import Batch, capacity_for
+from aquiline.engine.emission import Emission
 from aquiline.checks import check_kind
-from aquiline.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed, merged_params
+from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed, merged_params
 from aquiline.sampling import SamplingParams
 
 

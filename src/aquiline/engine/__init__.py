@@ -1,0 +1,1 @@
+"""What surrounds the loop: requests, batches, streams, chats and text."""
