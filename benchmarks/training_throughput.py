@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from aquiline.checkpoints.embedded import fetch_embedded
+from aquiline.models.embedded import fetch_embedded
 from aquiline.drafters.eagle import HeadConfig
 from aquiline.targets.decoder import DecoderConfig
 from aquiline.training.settings import TrainSettings

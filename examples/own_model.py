@@ -3,7 +3,7 @@
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aquiline
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.models.resolve import resolve_target
 
 folder = resolve_target("smollm2")  # any folder or hub id
 hf_model = AutoModelForCausalLM.from_pretrained(folder).eval()

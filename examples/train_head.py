@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import aquiline
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.models.resolve import resolve_target
 from aquiline.training.data import prepare
 from aquiline.training.settings import TrainSettings
 from aquiline.training.trainer import train

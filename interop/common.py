@@ -19,7 +19,7 @@ import torch
 from pieces import HERE, Piece, add, collect, digest
 
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.checkpoints.targets import resolve_target, target_fingerprint
+from aquiline.models.resolve import resolve_target, target_fingerprint
 from aquiline.decode import Row, free, new_state, prefill, step
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.tree_policy import Chain

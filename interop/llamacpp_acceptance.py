@@ -20,10 +20,10 @@ from common import Task, conclude, our_chains, parser, task_of
 from pieces import WORK, Run, add, collect, digest
 from transformers import AutoTokenizer
 
-from aquiline.checkpoints.cache_folder import build_once
+from aquiline.models.cache_folder import build_once
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.target_shape import target_shape
-from aquiline.checkpoints.targets import target_fingerprint
+from aquiline.models.resolve import target_fingerprint
 
 
 def converted_target(source: Path, task: Task, version: str) -> Path:

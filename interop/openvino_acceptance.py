@@ -16,11 +16,11 @@ from common import Task, agreements, conclude, our_chains, parser, task_of
 from pieces import WORK, collect, digest, engine, installed_version
 
 from aquiline.checkpoints import openvino, safeailab
-from aquiline.checkpoints.cache_folder import build_once
+from aquiline.models.cache_folder import build_once
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
-from aquiline.checkpoints.targets import target_fingerprint
+from aquiline.models.resolve import target_fingerprint
 
 
 def converted_target(task: Task, optimum: str) -> Path:

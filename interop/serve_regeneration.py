@@ -25,7 +25,7 @@ from common import decode, encode_prompts, head_identity, load_target, read_prom
 from transformers import AutoTokenizer
 
 from aquiline.checkpoints.head_names import resolve_head
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.models.resolve import resolve_target
 
 AQUILINE = [sys.executable, "-m", "aquiline.cli"]
 

@@ -18,7 +18,7 @@ from pieces import HERE
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
-from aquiline.checkpoints.targets import resolve_target
+from aquiline.models.resolve import resolve_target
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from aquiline.checkpoints.safeailab import write_head
-from aquiline.checkpoints.targets import target_fingerprint
+from aquiline.models.resolve import target_fingerprint
 from aquiline.cli import main
 from aquiline.drafters.eagle import DraftHead
 from tests import tiny

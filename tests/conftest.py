@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquiline.checkpoints.embedded import fetch_embedded
+from aquiline.models.embedded import fetch_embedded
 
 # Tiny models gain nothing from threads, and on a busy machine spinning threads cost tenfold.
 torch.set_num_threads(1)

@@ -88,7 +88,7 @@ def test_shipped_heads_are_found_by_the_fingerprint_of_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from aquiline.bench import methods
-    from aquiline.checkpoints import targets
+    from aquiline.models import resolve as targets
 
     fingerprint: Callable[[Path], str] = lambda folder: f"print of {folder.name}"  # noqa: E731
     monkeypatch.setattr(targets, "target_fingerprint", fingerprint)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.checkpoints.cache_folder import build_once, cache_root
+from aquiline.models.cache_folder import build_once, cache_root
 
 
 def write(text: str):
@@ -48,7 +48,7 @@ def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
 def test_killed_build_is_cleared_by_the_next(tmp_path: Path) -> None:
     kill = (
         "import os, pathlib, signal, sys\n"
-        "from aquiline.checkpoints.cache_folder import build_once\n"
+        "from aquiline.models.cache_folder import build_once\n"
         "def build(folder):\n"
         "    (folder / 'leftover').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -79,7 +79,7 @@ def test_outdated_or_damaged_folder_is_built_anew(tmp_path: Path) -> None:
 def test_processes_build_one_after_the_other_and_only_once(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time\n"
-        "from aquiline.checkpoints.cache_folder import build_once\n"
+        "from aquiline.models.cache_folder import build_once\n"
         "root = pathlib.Path(sys.argv[1])\n"
         "def build(folder):\n"
         "    with (root / 'log').open('a') as log:\n"

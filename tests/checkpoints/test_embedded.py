@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aquiline.checkpoints import embedded
-from aquiline.checkpoints.embedded import EmbeddedModel, fetch_embedded
-from aquiline.checkpoints.targets import target_fingerprint
+from aquiline.models import embedded
+from aquiline.models.embedded import EmbeddedModel, fetch_embedded
+from aquiline.models.resolve import target_fingerprint
 from tests.checkpoints.tiny_gguf import write_tiny_gguf
 
 

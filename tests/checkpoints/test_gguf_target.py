@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aquiline.checkpoints import gguf_target
-from aquiline.checkpoints.gguf_target import write_target_from_gguf
+from aquiline.models import gguf as gguf_target
+from aquiline.models.gguf import write_target_from_gguf
 from tests.checkpoints.tiny_gguf import CONTEXT, HEAD_DIM, write_tiny_gguf
 
 

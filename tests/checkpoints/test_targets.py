@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aquiline.checkpoints.targets import resolve_target, target_fingerprint, weight_files
+from aquiline.models.resolve import resolve_target, target_fingerprint, weight_files
 from tests.checkpoints.tiny_gguf import tiny_folder, write_tiny_gguf
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from aquiline import decode
-from aquiline.checkpoints.embedded import fetch_embedded
+from aquiline.models.embedded import fetch_embedded
 from aquiline.drafters.prompt_lookup import PromptLookup
 from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder

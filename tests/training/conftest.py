@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aquiline.checkpoints.embedded import fetch_embedded
+from aquiline.models.embedded import fetch_embedded
 from aquiline.training.data import load_tokenizer
 
 

@@ -185,7 +185,7 @@ def find_head(method: str, bed: Bed) -> Path:
     kind = HEAD_OF[method]
     if kind in bed.heads:
         return resolve_head(bed.heads[kind])
-    from aquiline.checkpoints.targets import target_fingerprint
+    from aquiline.models.resolve import target_fingerprint
 
     if bed.path is not None:
         fingerprint = target_fingerprint(bed.path)

@@ -242,7 +242,7 @@ def _row(candidate: Candidate, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _choice(bed: Bed, winner: Candidate) -> TunedChoice:
-    from aquiline.checkpoints.targets import target_fingerprint
+    from aquiline.models.resolve import target_fingerprint
 
     fingerprint = None if bed.path is None else target_fingerprint(bed.path)
     return TunedChoice(winner.label, winner.draft, winner.policy, fingerprint)

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from aquiline.checkpoints.targets import target_fingerprint
+from aquiline.models.resolve import target_fingerprint
 
 SHIPPED = Path(__file__).parent.parent / "heads"
 """Draft heads that come with the package."""

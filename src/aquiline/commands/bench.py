@@ -147,7 +147,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _trainer(arguments: argparse.Namespace) -> Callable[[Mapping[str, Any], Path], None]:
     """Trains one head of the ablations; here, because measuring does not import training."""
-    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.models.resolve import resolve_target
     from aquiline.training.settings import TrainSettings
     from aquiline.training.trainer import train
 

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     from aquiline.checkpoints.head_names import resolve_head
-    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.models.resolve import resolve_target
 
     head = resolve_head(arguments.head)
     target = None if arguments.target is None else resolve_target(arguments.target)
@@ -74,7 +74,7 @@ def _parallel_heads(head: Path, target: Path | None) -> list[tuple[str, Any]]:
 
 
 def _fingerprints(recorded: str | None, target: Path | None) -> list[tuple[str, str]]:
-    from aquiline.checkpoints.targets import target_fingerprint
+    from aquiline.models.resolve import target_fingerprint
 
     if recorded is None or target is None:
         return []

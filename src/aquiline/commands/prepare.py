@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _regenerate(arguments)
     if arguments.endpoint:
         raise ValueError("--endpoint has no effect without --regenerate; add it or drop the endpoint")
-    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.models.resolve import resolve_target
     from aquiline.training.data import prepare
 
     report = prepare(

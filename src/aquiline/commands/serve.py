@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.dry_run:
         raise ValueError("--json has no effect without --dry-run: a server prints its own log; add --dry-run")
     from aquiline.checkpoints.head_names import resolve_head, shipped_head
-    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.models.resolve import resolve_target
     from aquiline.serve.vllm import launch, vllm_command
 
     target = resolve_target(arguments.target, logger.info)

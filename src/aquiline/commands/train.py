@@ -71,7 +71,7 @@ def _scalar(kind: Any) -> Any:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    from aquiline.checkpoints.targets import resolve_target
+    from aquiline.models.resolve import resolve_target
     from aquiline.training.heads_settings import KINDS, HeadsSettings
     from aquiline.training.heads_training import train_heads
     from aquiline.training.processes import is_main_process

@@ -91,7 +91,7 @@ def _tuned(
     draft: str | Path | Drafter, file: str | Path, path: Path | None
 ) -> tuple[str | Path | Drafter | None, TreePolicy | None]:
     """The draft and tree of a tuned file; a draft that was named by the user stays."""
-    from aquiline.checkpoints.targets import target_fingerprint
+    from aquiline.models.resolve import target_fingerprint
 
     choice = read_tuned(file)
     if path is not None and choice.target_fingerprint not in (None, target_fingerprint(path)):
@@ -194,7 +194,7 @@ def _small_model(folder: Path, tree: TreePolicy | None, target: Target) -> tuple
 
 
 def _check_fingerprint(folder: Path, recorded: str | None, path: Path | None) -> None:
-    from aquiline.checkpoints.targets import target_fingerprint
+    from aquiline.models.resolve import target_fingerprint
 
     if path is not None and recorded and recorded != target_fingerprint(path):
         logger.warning(

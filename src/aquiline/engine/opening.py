@@ -31,8 +31,8 @@ def open_target(
         TypeError: for anything else.
         ValueError: an unknown name, or a dtype or device that is not there or not the model's.
     """
-    from aquiline.checkpoints.targets import resolve_target
-    from aquiline.checkpoints.tokenizer import load_tokenizer
+    from aquiline.models.resolve import resolve_target
+    from aquiline.models.tokenizer import load_tokenizer
     from aquiline.targets.loading import load_target
 
     if not isinstance(target, str | Path):

@@ -34,7 +34,7 @@ def load_target(
         ValueError: for a missing, broken or contradictory file, naming it and the remedy, and for
             a model that cannot be a target (see `aquiline.targets.hf.HFTarget`).
     """
-    from aquiline.checkpoints.targets import check_target_folder
+    from aquiline.models.resolve import check_target_folder
 
     folder = Path(path)
     check_target_folder(folder)
@@ -121,7 +121,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from aquiline.checkpoints.targets import weight_files
+    from aquiline.models.resolve import weight_files
 
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.targets import target_fingerprint
+from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
 from aquiline.training.dataset import TrainingSet

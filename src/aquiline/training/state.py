@@ -19,7 +19,7 @@ from torch import Tensor
 from aquiline.checkpoints.head_names import resolve_head
 from aquiline.checkpoints.heads import read_any_head
 from aquiline.checkpoints.safeailab import write_head
-from aquiline.checkpoints.targets import target_fingerprint
+from aquiline.models.resolve import target_fingerprint
 from aquiline.drafters.eagle import DraftHead
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aquiline.checkpoints.gguf_header import GgufHeader, config_from_gguf, read_gguf_header
-from aquiline.checkpoints.gguf_tokenizer import special_tokens, tokenizer_from_gguf
+from aquiline.models.gguf_header import GgufHeader, config_from_gguf, read_gguf_header
+from aquiline.models.gguf_tokenizer import special_tokens, tokenizer_from_gguf
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aquiline.checkpoints.cache_folder import build_once, cache_root
-from aquiline.checkpoints.gguf_target import LAYOUT, write_target_from_gguf
+from aquiline.models.cache_folder import build_once, cache_root
+from aquiline.models.gguf import LAYOUT, write_target_from_gguf
 
 
 @dataclass(frozen=True)

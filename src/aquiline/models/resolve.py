@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aquiline.checkpoints.cache_folder import build_once, cache_root
-from aquiline.checkpoints.embedded import EMBEDDED, fetch_embedded
-from aquiline.checkpoints.gguf_target import LAYOUT, write_target_from_gguf
+from aquiline.models.cache_folder import build_once, cache_root
+from aquiline.models.embedded import EMBEDDED, fetch_embedded
+from aquiline.models.gguf import LAYOUT, write_target_from_gguf
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aquiline.checkpoints.gguf_header import GgufHeader
+from aquiline.models.gguf_header import GgufHeader
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

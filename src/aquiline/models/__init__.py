@@ -1,0 +1,1 @@
+"""Target files: from what a user names to a folder with weights."""
