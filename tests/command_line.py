@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from aquiline.checkpoints.safeailab import write_head
+from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.models.resolve import target_fingerprint
 from aquiline.cli import main
 from aquiline.drafters.eagle import DraftHead

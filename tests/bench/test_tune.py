@@ -19,7 +19,7 @@ from aquiline.bench.records import Record
 from aquiline.bench.tune import LARGEST, Source, TuneSettings, read_tuned_tree, tune
 from aquiline.bench.tune_sources import find_sources
 from aquiline.checkpoints.final_heads import write_final_heads
-from aquiline.checkpoints.safeailab import write_head
+from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.medusa import Medusa
 from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from aquiline.checkpoints.export import FORMATS, export_head
-from aquiline.checkpoints.gguf_head import deinterleaved, interleaved
+from aquiline.checkpoints.eagle.gguf import deinterleaved, interleaved
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.openvino import COMMAND_VARIABLE
 from tests import tiny

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.export import export_head
 from aquiline.checkpoints.heads import inspect_head
-from aquiline.checkpoints.safeailab import read_head
+from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.drafters.eagle import INPUTS, Eagle3Network, HeadConfig
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy

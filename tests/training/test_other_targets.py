@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import aquiline
-from aquiline.checkpoints.safeailab import read_head
+from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.targets.hf import HFTarget
 from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation

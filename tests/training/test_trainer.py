@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.safeailab import read_head
+from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.drafters.eagle_drafter import EagleDrafter
 from aquiline.drafters.tree_policy import Chain
 from aquiline.engine.generate import Engine, Request, generate_requests

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.dialects import Translated, translate
-from aquiline.checkpoints.draft_vocab import DraftVocabulary, resolve_vocabulary
-from aquiline.checkpoints.gguf_head import read_gguf_head
+from aquiline.checkpoints.eagle.dialects import Translated, translate
+from aquiline.checkpoints.eagle.vocabulary import DraftVocabulary, resolve_vocabulary
+from aquiline.checkpoints.eagle.gguf import read_gguf_head
 from aquiline.checkpoints.head_files import read_head_files
 from aquiline.checkpoints.head_report import HeadReport
-from aquiline.checkpoints.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
+from aquiline.checkpoints.eagle.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
 from aquiline.checkpoints.published_heads import published_kind
-from aquiline.checkpoints.stored_head import StoredHead, check_tensors, check_values, head_config, head_from_stored
+from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, check_values, head_config, head_from_stored
 from aquiline.drafters.eagle import DraftHead, HeadConfig
 from aquiline.targets.target import TargetShape
 

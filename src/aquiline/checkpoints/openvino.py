@@ -8,8 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from aquiline.checkpoints.safeailab import file_tensors, llama_config, write_folder
-from aquiline.checkpoints.stored_head import StoredHead
+from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config, write_folder
+from aquiline.checkpoints.eagle.stored import StoredHead
 
 _GRAPH = "openvino_model.xml"
 _EAGLE3_MARK = '<eagle3_mode value="True" />'

@@ -155,7 +155,7 @@ def _is_model(folder: Path) -> bool:
 def _eagle(
     folder: Path, tree: TreePolicy | None, target: Target, path: Path | None, packed: bool
 ) -> tuple[Drafter, str]:
-    from aquiline.checkpoints.safeailab import read_head
+    from aquiline.checkpoints.eagle.safeailab import read_head
     from aquiline.drafters.eagle_drafter import EagleDrafter
 
     head = read_head(folder, target.shape, target.dtype)

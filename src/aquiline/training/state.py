@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.head_names import resolve_head
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.checkpoints.safeailab import write_head
+from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.models.resolve import target_fingerprint
 from aquiline.drafters.eagle import DraftHead
 from aquiline.targets.decoder import Decoder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from aquiline.checkpoints.safeailab import FLAGS, rope_keys
-from aquiline.checkpoints.stored_head import StoredHead
+from aquiline.checkpoints.eagle.safeailab import FLAGS, rope_keys
+from aquiline.checkpoints.eagle.stored import StoredHead
 
 
 def speculators_config(stored: StoredHead, target_name: str, draft_tokens: int) -> dict[str, Any]:

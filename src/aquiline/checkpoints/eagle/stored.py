@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_sizes
-from aquiline.checkpoints.layer_ids import LayerIds
+from aquiline.checkpoints.eagle.layer_ids import LayerIds
 from aquiline.drafters.eagle import INPUTS, DraftHead, HeadConfig, build_network
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, rope_from_hf

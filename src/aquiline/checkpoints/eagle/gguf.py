@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_kinds, check_sizes
-from aquiline.checkpoints.dialects import Translated
-from aquiline.checkpoints.draft_vocab import offsets
-from aquiline.checkpoints.stored_head import StoredHead
+from aquiline.checkpoints.eagle.dialects import Translated
+from aquiline.checkpoints.eagle.vocabulary import offsets
+from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.targets.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURE = "eagle3"

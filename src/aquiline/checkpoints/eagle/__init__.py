@@ -1,0 +1,1 @@
+"""EAGLE heads on disk, in every dialect."""
