@@ -15,7 +15,7 @@ from pathlib import Path
 from common import head_identity, record
 from pieces import HERE
 
-from aquiline.checkpoints.export import export_head
+from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
 from aquiline.models.resolve import resolve_target

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aquiline.checkpoints.export import export_head
+from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.heads import inspect_head
 from aquiline.serve.vllm import PROGRAM_VARIABLE, find_vllm, serve_words, served_head, vllm_command
 from tests.checkpoints import head_fixtures as fixtures

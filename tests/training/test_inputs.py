@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.export import export_head
+from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.heads import inspect_head
 from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.drafters.eagle import INPUTS, Eagle3Network, HeadConfig

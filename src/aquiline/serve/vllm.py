@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aquiline.models.cache_folder import build_once, cache_root
-from aquiline.checkpoints.export import DRAFT_TOKENS, export_head, refusals, vllm_config
+from aquiline.checkpoints.export.layouts import DRAFT_TOKENS, export_head, refusals, vllm_config
 from aquiline.checkpoints.head_files import read_config
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
