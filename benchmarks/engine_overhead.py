@@ -25,7 +25,7 @@ import torch
 from forward_cost import bandwidth, bare_loop, cpu_name, prompt
 
 import aquiline
-from aquiline.drafters.tree_policy import Chain
+from aquiline.drafters.trees import Chain
 from aquiline.loading import Loaded
 
 RESULTS = Path(__file__).parent / "results"

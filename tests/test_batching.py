@@ -14,11 +14,11 @@ from aquiline.engine.batch import MIN_SHARED, Batch, common_prefix
 from aquiline.cache import KVCache
 from aquiline.decode import PREFILL_CHUNK
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.merged import Merged
-from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.small_model import SmallModel
-from aquiline.drafters.tree_policy import DynamicTree
+from aquiline.drafters.trees import DynamicTree
 from aquiline.engine.generate import Engine, Request, StreamEvent, generate_requests, stream_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder, config_from_hf

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from aquiline.engine.chat import ChatSession
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle_drafter import EagleDrafter, EagleState
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import DynamicTree
+from aquiline.drafters.eagle import EagleDrafter, EagleState
+from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.trees import DynamicTree
 from aquiline.engine.generate import Engine, Request, encode_prompt, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder

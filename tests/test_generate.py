@@ -10,9 +10,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import Chain, DynamicTree
+from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.trees import Chain, DynamicTree
 from aquiline.engine.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
 from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.merged import Merged
-from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.small_model import SmallModel
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams
 from tests import tiny

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from aquiline.drafters.eagle import DraftHead, HeadConfig, build_network
+from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.targets.decoder import Decoder, config_from_hf, load_state
 from aquiline.targets.layers import LayerConfig

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aquiline.drafters.prompt_lookup import PromptLookup
-    from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+    from aquiline.drafters.lookup import PromptLookup
+    from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
     from aquiline.engine.generate import GenerationOutput, StreamEvent
     from aquiline.loading import Loaded, load
     from aquiline.sampling import SamplingParams
@@ -28,10 +28,10 @@ _HOMES = {
     "GenerationOutput": "engine.generate",
     "StreamEvent": "engine.generate",
     "GenerationStats": "stats",
-    "Chain": "drafters.tree_policy",
-    "StaticTree": "drafters.tree_policy",
-    "DynamicTree": "drafters.tree_policy",
-    "PromptLookup": "drafters.prompt_lookup",
+    "Chain": "drafters.trees",
+    "StaticTree": "drafters.trees",
+    "DynamicTree": "drafters.trees",
+    "PromptLookup": "drafters.lookup",
     "LossyRule": "verify",
 }
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 from aquiline.engine.chat import ChatSession
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
-from aquiline.drafters.tree_policy import TreePolicy
+from aquiline.drafters.trees import TreePolicy
 from aquiline.engine.drafting import GPU_TREE, SHIPPED, make_drafter
 from aquiline.engine.generate import (
     Engine,

@@ -14,7 +14,7 @@ from aquiline.bench.methods import Bed, parse_method
 from aquiline.bench.positions import explained, position_profile
 from aquiline.bench.recorder import JudgedNode
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.drafters.tree_policy import EAGLE1_PATHS
+from aquiline.drafters.trees import EAGLE1_PATHS
 from aquiline.training.settings import TrainSettings
 from tests import tiny
 from tests.tiny_tokenizers import byte_level

@@ -15,7 +15,7 @@ from aquiline.bench.methods import METHODS, Bed, Method, check_methods, make_met
 from aquiline.bench.runner import run_bench
 from aquiline.bench.settings import PRESETS, BenchSettings
 from aquiline.drafters.adaptive import Adaptive
-from aquiline.drafters.tree_policy import Chain
+from aquiline.drafters.trees import Chain
 from tests.bench.scripted import path_bed
 
 QUESTIONS = [

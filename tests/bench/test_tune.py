@@ -20,9 +20,9 @@ from aquiline.bench.tune import LARGEST, Source, TuneSettings, read_tuned_tree, 
 from aquiline.bench.tune_sources import find_sources
 from aquiline.checkpoints.final_heads import write_final_heads
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.medusa import Medusa
-from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
+from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
 from aquiline.engine.drafting import make_drafter
 from aquiline.tree import from_lists

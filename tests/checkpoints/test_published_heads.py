@@ -16,7 +16,7 @@ from aquiline.checkpoints.published_heads import inspect_published_heads, publis
 from aquiline.decode import Row, new_state, prefill, step
 from aquiline.drafters.hydra import Hydra
 from aquiline.drafters.medusa import Medusa
-from aquiline.drafters.tree_policy import Chain, StaticTree
+from aquiline.drafters.trees import Chain, StaticTree
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import TargetShape
 from tests import tiny

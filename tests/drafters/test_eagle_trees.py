@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.drafters.eagle import DraftHead, forward_network, new_draft_cache
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.drafters.eagle_network import DraftHead, forward_network, new_draft_cache
+from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.targets.rope import RotaryTable
 from aquiline.tree import DraftTree, validate
 from tests import tiny

@@ -12,7 +12,7 @@ from aquiline.checkpoints.final_heads import build_final_network, read_final_hea
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, lm_head_rows, sparse_tree
 from aquiline.drafters.hydra import Hydra
 from aquiline.drafters.medusa import Medusa
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.sampling import SamplingParams
 from aquiline.verify import LossyRule
 from tests import tiny

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.merged import Merged
-from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.small_model import SmallModel
-from aquiline.drafters.tree_policy import Chain, DynamicTree
+from aquiline.drafters.trees import Chain, DynamicTree
 from aquiline.sampling import SamplingParams
 from aquiline.tree import from_lists
 from tests import tiny

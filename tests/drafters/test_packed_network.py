@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aquiline.cache import commit
-from aquiline.drafters.eagle import forward_network, new_draft_cache
+from aquiline.drafters.eagle_network import forward_network, new_draft_cache
 from aquiline.drafters.packed import PackedNetwork, packed_network
 from aquiline.targets.rope import RotaryTable
 from tests.tiny import head

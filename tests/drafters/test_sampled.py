@@ -10,10 +10,10 @@ import torch
 
 from aquiline import decode, verify
 from aquiline.cache import copy_prefix
-from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.small_model import SmallModel
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.tree import DraftTree, validate

@@ -9,11 +9,11 @@ import pytest
 
 from aquiline import tree as trees
 from aquiline.cache import MOST_NODES, SCRATCH
-from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.merged import Merged
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.attention import place

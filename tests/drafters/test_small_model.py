@@ -10,7 +10,7 @@ import torch
 from aquiline import decode
 from aquiline.cache import truncate
 from aquiline.drafters.small_model import SmallModel
-from aquiline.drafters.tree_policy import Chain
+from aquiline.drafters.trees import Chain
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
 from tests import tiny

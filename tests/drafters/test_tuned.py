@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.drafters.tuned import TunedChoice, read_tuned, read_tuned_tree, write_tuned
 from aquiline.engine.drafting import make_drafter
 from tests.path_target import PathTarget

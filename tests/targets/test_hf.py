@@ -12,8 +12,8 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import commit
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.tree_policy import DynamicTree
+from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.trees import DynamicTree
 from aquiline.targets.hf import HFTarget
 from aquiline.tree import DraftTree
 from tests import tiny

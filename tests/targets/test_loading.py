@@ -14,7 +14,7 @@ from torch import nn
 
 from aquiline import decode
 from aquiline.models.embedded import fetch_embedded
-from aquiline.drafters.prompt_lookup import PromptLookup
+from aquiline.drafters.lookup import PromptLookup
 from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.hf import HFTarget, target_from_hf

@@ -13,7 +13,7 @@ from aquiline.checkpoints.final_heads import final_drafter, read_final_heads
 from aquiline.drafters.hydra import Hydra
 from aquiline.drafters.medusa import Medusa
 from aquiline.drafters.small_model import SmallModel
-from aquiline.drafters.tree_policy import Chain
+from aquiline.drafters.trees import Chain
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import config_from_hf
 from aquiline.targets.loading import load_target

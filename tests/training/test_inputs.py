@@ -13,9 +13,9 @@ from torch import Tensor
 from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.heads import inspect_head
 from aquiline.checkpoints.eagle.safeailab import read_head
-from aquiline.drafters.eagle import INPUTS, Eagle3Network, HeadConfig
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.drafters.eagle_network import INPUTS, Eagle3Network, HeadConfig
+from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training.features import compute_features

@@ -13,7 +13,7 @@ from torch import nn
 
 import aquiline
 from aquiline.checkpoints.eagle.safeailab import read_head
-from aquiline.drafters.eagle_drafter import EagleDrafter
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.targets.hf import HFTarget
 from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import compute_features

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.eagle.safeailab import read_head
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.tree_policy import Chain
+from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.trees import Chain
 from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target

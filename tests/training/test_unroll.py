@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import commit
-from aquiline.drafters.eagle import INPUTS, HeadConfig, Network, build_network, forward_network, new_draft_cache
+from aquiline.drafters.eagle_network import INPUTS, HeadConfig, Network, build_network, forward_network, new_draft_cache
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, RotaryTable
 from aquiline.training import causal_attention

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from aquiline.bench.cost import seconds_at
 from aquiline.bench.recorder import Step
-from aquiline.drafters.tree_policy import Chain, DynamicTree
+from aquiline.drafters.trees import Chain, DynamicTree
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ from aquiline.bench.runner import encode_turns, open_bed
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
 from aquiline.bench.tune_sources import Candidate, Source, find_sources
-from aquiline.drafters.tree_policy import Chain, DynamicTree
+from aquiline.drafters.trees import Chain, DynamicTree
 from aquiline.drafters.tuned import TunedChoice, read_tuned_tree, tree_record, write_tuned
 
 __all__ = ["Source", "TuneReport", "TuneSettings", "read_tuned_tree", "tune"]

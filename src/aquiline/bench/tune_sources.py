@@ -10,9 +10,9 @@ from aquiline.bench.methods import Bed, find_head
 from aquiline.bench.profile import Prediction, candidates
 from aquiline.checkpoints.head_names import SHIPPED
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle_drafter import EagleDrafter
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import Chain, DynamicTree, TreePolicy
+from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
 from aquiline.engine.drafting import make_drafter
 
 logger = logging.getLogger("aquiline")

@@ -23,7 +23,7 @@ from aquiline.checkpoints.eagle.stored import check_values
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
 from aquiline.drafters.hydra import Hydra, HydraNetwork
 from aquiline.drafters.medusa import Medusa, MedusaNetwork
-from aquiline.drafters.tree_policy import Chain, StaticTree
+from aquiline.drafters.trees import Chain, StaticTree
 from aquiline.targets.target import Target, TargetShape
 
 FORMAT = "aquiline-final-heads-1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aquiline.drafters.eagle import INPUTS, HeadConfig
+from aquiline.drafters.eagle_network import INPUTS, HeadConfig
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from aquiline.checkpoints.head_report import HeadReport
 from aquiline.checkpoints.eagle.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
 from aquiline.checkpoints.published_heads import published_kind
 from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, check_values, head_config, head_from_stored
-from aquiline.drafters.eagle import DraftHead, HeadConfig
+from aquiline.drafters.eagle_network import DraftHead, HeadConfig
 from aquiline.targets.target import TargetShape
 
 

@@ -98,7 +98,7 @@ def parse_tree(text: str | None) -> Any:
     Raises:
         ValueError: if it is none of the forms.
     """
-    from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree
+    from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 
     if text is None or Path(text).is_file():
         return text

@@ -1,300 +1,378 @@
-"""The EAGLE draft networks: EAGLE-1/2 and EAGLE-3 with the switches of 3.1.
-
-One row of a draft network pairs the target's feature at position t with the *next* token
-x[t+1] and sits at rotary position t; it predicts the token after, x[t+2]::
-
-    target positions   0    1    2    3
-    feature            f0   f1   f2   f3
-    token              x1   x2   x3   x4      <- shifted by one
-    predicts           x2   x3   x4   x5
-
-Both networks have the same verbs, so that drafting, trees and training do not care which one
-they hold: `fuse` turns target features into the network's own width once, `layer_input` joins
-token and feature, and `logits` reads a hidden state out over the draft vocabulary.
-
-Source: EAGLE (arXiv 2401.15077 §4), EAGLE-3 (arXiv 2503.01840 §3), EAGLE 3.1 (arXiv 2605.09992).
-"""
+"""EAGLE-1, EAGLE-2 and EAGLE-3 as drafters: a draft network times a tree policy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from aquiline.cache import KVCache, new_cache
-from aquiline.targets.attention import attend, attention_mask, place, read, write
-from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm, decoder_layers
+from aquiline import tree as trees
+from aquiline.cache import KVCache, commit, copy_prefix, truncate
+from aquiline.drafters.eagle_network import DraftHead, EagleNetwork, Network, forward_network, new_draft_cache
+from aquiline.drafters.packed import PackedNetwork, packed_network
+from aquiline.drafters.sampled import DrawnCandidates, check_ranks
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, best_nodes
+from aquiline.sampling import TokenChooser
 from aquiline.targets.rope import RotaryTable
-from aquiline.targets.target import Feature
-
-INPUTS = ("feature+shifted", "feature+unshifted", "feature", "token")
-"""What a row of an EAGLE-1/2 head may read; the first is the method."""
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """A draft head of the EAGLE family.
-
-    Attributes:
-        kind: "eagle" (EAGLE-1/2) or "eagle3".
-        layer: sizes of its decoder layers; `hidden_size` is the draft's own width.
-        num_layers: decoder layers, 1 in all published heads.
-        vocab_size: V of the target.
-        draft_vocab_size: Vd, ids that the head can draft; V where there is no reduction.
-        target_hidden_size: H of the target.
-        features: target features that the head reads; ("final",) for EAGLE-1/2.
-        max_positions: positions that the head was declared for.
-        fc_bias: bias of the fusing linear (EAGLE-1/2).
-        norm_before_residual: EAGLE-3's residual is the normed feature.
-        norm_before_fc: one RMSNorm over the concatenated features.
-        fc_norm: 3.1's RMSNorm for each feature.
-        norm_output: 3.1's feedback of the *normed* hidden state.
-        inputs: what a row of an EAGLE-1/2 head reads, the paper's ablation: "feature+shifted" (the
-            method: f[t] and x[t+1]), "feature+unshifted" (f[t] and x[t]), "feature" (f[t]) or
-            "token" (x[t+1]). All but the first are for measuring only.
-    """
-
-    kind: str
-    layer: LayerConfig
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
-    features: tuple[Feature, ...]
-    num_layers: int = 1
-    max_positions: int = 2048
-    fc_bias: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    inputs: str = "feature+shifted"
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("eagle", "eagle3"):
-            raise ValueError(f"head kind {self.kind!r} is not known; allowed: eagle, eagle3")
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude each other")
-        if self.inputs not in INPUTS:
-            raise ValueError(f"head inputs {self.inputs!r} are not known; allowed: {', '.join(INPUTS)}")
-        if self.kind == "eagle3" and self.inputs != INPUTS[0]:
-            raise ValueError(f"inputs {self.inputs!r} are an ablation of EAGLE-1/2; an EAGLE-3 head has {INPUTS[0]!r}")
-        if self.kind == "eagle" and (self.draft_vocab_size != self.vocab_size or self.features != ("final",)):
-            raise ValueError('an EAGLE-1/2 head reads the feature "final" and drafts the whole vocabulary')
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the head's own stream."""
-        return self.layer.hidden_size
-
-
-class EagleNetwork(nn.Module):
-    """EAGLE-1/2: fc over [embedding, feature], then a decoder layer without a first norm.
-
-    Has no norm and no LM head of its own: its output imitates the target's "final" feature,
-    which the target's LM head reads.
-    """
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.config = config
-        hidden = config.hidden_size
-        width = {"token": hidden, "feature": config.target_hidden_size}.get(
-            config.inputs, hidden + config.target_hidden_size
-        )
-        self.fc = nn.Linear(width, hidden, bias=config.fc_bias)
-        self.layers = nn.ModuleList(DecoderLayer(config.layer, input_norm=i > 0) for i in range(config.num_layers))
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The features themselves: (B, T, H) → (B, T, H)."""
-        return features
-
-    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What the fusing linear reads of embeddings and features, both (…, H)."""
-        if self.config.inputs == "token":
-            return embedded
-        return hidden if self.config.inputs == "feature" else torch.cat((embedded, hidden), dim=-1)
-
-    def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Joins token embeddings and features, both (B, T, H), into the stream (B, T, H)."""
-        result: Tensor = self.fc(self.join(embedded, hidden))
-        return result
-
-    def attention(self, layer: int) -> Attention:
-        """Projections of one layer."""
-        return decoder_layers(self.layers)[layer].self_attn
-
-    def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (what q, k and v read, the residual) of one layer."""
-        return decoder_layers(self.layers)[layer].input_layernorm(stream), stream
-
-    def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, MLP and residuals of one layer."""
-        return decoder_layers(self.layers)[layer].finish(residual, mixed)
-
-    def feedback(self, stream: Tensor) -> Tensor:
-        """What takes the place of the feature in the next draft step."""
-        return stream
-
-
-class Eagle3Layer(nn.Module):
-    """The first layer of an EAGLE-3 head: attention reads [norm(embedding), norm(feature)]."""
-
-    def __init__(self, config: LayerConfig) -> None:
-        super().__init__()
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, 2 * config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
-
-
-class Eagle3Network(nn.Module):
-    """EAGLE-3: fused target features, 2H-wide attention input, own norm and LM head."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.config = config
-        hidden, eps = config.hidden_size, config.layer.rms_norm_eps
-        count = len(config.features)
-        self.fc = nn.Linear(count * config.target_hidden_size, hidden, bias=config.fc_bias)
-        if config.norm_before_fc:
-            self.input_norm = RMSNorm(count * config.target_hidden_size, eps)
-        if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(count))
-        self.midlayer = Eagle3Layer(config.layer)
-        self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers - 1))
-        self.norm = RMSNorm(hidden, eps)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Fuses the target's features, (B, T, count · H_t) → (B, T, H); once, not in recursion."""
-        if self.config.norm_before_fc:
-            features = self.input_norm(features)
-        if self.config.fc_norm:
-            parts = features.chunk(len(self.config.features), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        result: Tensor = self.fc(features)
-        return result
-
-    def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """The stream is the fused feature; the embedding joins inside the first layer."""
-        return hidden
-
-    def attention(self, layer: int) -> Attention:
-        """Projections of one layer."""
-        return self.midlayer.self_attn if layer == 0 else decoder_layers(self.layers)[layer - 1].self_attn
-
-    def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (what q, k and v read, the residual) of one layer."""
-        if layer > 0:
-            return decoder_layers(self.layers)[layer - 1].input_layernorm(stream), stream
-        normed = self.midlayer.hidden_norm(stream)
-        joined = torch.cat((self.midlayer.input_layernorm(embedded), normed), dim=-1)
-        return joined, normed if self.config.norm_before_residual else stream
-
-    def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, MLP and residuals of one layer."""
-        if layer > 0:
-            return decoder_layers(self.layers)[layer - 1].finish(residual, mixed)
-        hidden = residual + self.midlayer.self_attn.o_proj(mixed)
-        result: Tensor = hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
-        return result
-
-    def feedback(self, stream: Tensor) -> Tensor:
-        """What takes the place of the feature in the next step: pre-norm, or normed for 3.1."""
-        result: Tensor = self.norm(stream) if self.config.norm_output else stream
-        return result
-
-    def logits(self, stream: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, (…, H) → (…, Vd), at least float32."""
-        logits: Tensor = self.lm_head(self.norm(stream))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-Network = EagleNetwork | Eagle3Network
+from aquiline.targets.target import Target
+from aquiline.tree import DraftTree
 
 
 @dataclass(eq=False)
-class DraftHead:
-    """A draft network with what it needs from outside its own parameters.
+class EagleState:
+    """What an `EagleDrafter` keeps per row.
 
     Attributes:
-        network: the network.
-        draft_to_target: (Vd,) int64 target id of each draft id, or None where they coincide.
-        embedding: (V, H_draft) the head's own embedding, or None to use the target's.
-        target_fingerprint: of the target that it was trained for, or None if unknown.
+        cache: the head's own keys and values, from the target's features only.
+        hidden: (rows, H) feedback at the last ingested position.
+        logits: (rows, Vd) draft logits there.
+        pending: per row, ingested but not yet forwarded pieces (tokens (n,), features (n, F)).
     """
 
-    network: Network
-    draft_to_target: Tensor | None = None
-    embedding: Tensor | None = None
-    target_fingerprint: str | None = None
-
-    @property
-    def config(self) -> HeadConfig:
-        """The network's configuration."""
-        return self.network.config
+    cache: KVCache
+    hidden: Tensor
+    logits: Tensor
+    pending: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
 
-def build_network(config: HeadConfig) -> Network:
-    """Makes the network of a configuration, randomly initialised."""
-    return Eagle3Network(config) if config.kind == "eagle3" else EagleNetwork(config)
+@dataclass(eq=False)
+class _Pool:
+    """Candidate nodes of one row in the order in which they were made, parents first."""
+
+    tokens: list[int]
+    parents: list[int]  # index into the pool, -1 for the root
+    scores: list[float]
 
 
-def new_draft_cache(network: Network, rows: int, capacity: int, max_capacity: int) -> KVCache:
-    """Allocates the head's own cache."""
-    layer = network.config.layer
-    weight = network.fc.weight
-    return new_cache(
-        layers=network.config.num_layers,
-        rows=rows,
-        kv_heads=layer.num_kv_heads,
-        key_dim=layer.head_dim,
-        capacity=capacity,
-        max_capacity=max_capacity,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+class EagleDrafter:
+    """Drafts with an EAGLE head.
 
-
-def forward_network(
-    network: Network,
-    embedded: Tensor,
-    hidden: Tensor,
-    positions: Tensor,
-    ancestors: Tensor | None,
-    cache: KVCache,
-    rows: Sequence[int],
-    rotary: RotaryTable,
-    offset: int = 0,
-) -> Tensor:
-    """Runs the network on T rows behind its cache; writes K/V and does not advance.
+    Keys and values of accepted tokens are always computed from the target's features: what the
+    head wrote while it drafted lies beyond the committed length and is overwritten.
 
     Args:
-        network: the draft network.
-        embedded: (B, T, H) embeddings of the tokens, shifted unless the head's inputs say otherwise.
-        hidden: (B, T, H) fused target features, or the feedback of the step before.
-        positions: (B, T) int64 feature positions.
-        ancestors: (B, T, offset + T) bool among the uncommitted slots, or None for causal order.
-        cache: the head's cache.
-        rows: row slots.
-        rotary: the head's rotary table.
-        offset: uncommitted slots in use before these T (earlier levels of the tree).
-
-    Returns:
-        (B, T, H) stream after the last layer (pre-norm).
+        head: the draft head.
+        target: gives embeddings, and for EAGLE-1/2 the LM head.
+        policy: the shape of the trees.
+        sampled: draw the children, where a row samples, instead of taking the likeliest
+            (EAGLE-1's Algorithm 1); a chain or a static tree. The output is then equal to plain
+            decoding in distribution, not token for token.
+        packed: draft with a fast CPU copy of the network as it is now, where the machine has the
+            kernels; not for a network whose weights still change.
     """
-    placement = place(cache, rows, embedded.shape[1], offset)
-    cos, sin = rotary.at(positions, placement.span)
-    mask = attention_mask(placement, positions, ancestors, None, embedded.dtype)
-    stream = network.enter(embedded, hidden)
-    for i in range(network.config.num_layers):
-        attention = network.attention(i)
-        read_from, residual = network.layer_input(i, stream, embedded)
-        q, k, v = attention.qkv(read_from, cos, sin)
-        write(cache, i, placement, k, v)
-        keys, values = read(cache, i, placement)
-        stream = network.layer_finish(i, residual, attend(q, keys, values, mask, attention.scale))
-    return stream
+
+    def __init__(
+        self, head: DraftHead, target: Target, policy: TreePolicy, *, sampled: bool = False, packed: bool = False
+    ) -> None:
+        if sampled and isinstance(policy, DynamicTree):
+            raise ValueError("sampled drafts need a tree whose shape is fixed beforehand: use a chain or a static tree")
+        if sampled and isinstance(policy, StaticTree):
+            check_ranks(policy)
+        self.sampled = sampled
+        self.head, self.target, self.policy = head, target, policy
+        self.features = head.config.features
+        weight = head.network.fc.weight
+        self._unshifted = head.config.inputs == "feature+unshifted"
+        self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
+        self._network: Network | PackedNetwork = (packed_network(head.network) if packed else None) or head.network
+
+    def new_state(self, rows: int, capacity: int) -> EagleState:
+        """Allocates the drafter's state for `rows` rows of `capacity` positions."""
+        network, config = self.head.network, self.head.config
+        weight = network.fc.weight
+        limit = self.target.shape.max_positions
+        return EagleState(
+            cache=new_draft_cache(network, rows, capacity, limit),
+            hidden=torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device),
+            logits=torch.zeros(rows, config.draft_vocab_size, device=weight.device),
+            pending=[[] for _ in range(rows)],
+        )
+
+    def extend(
+        self,
+        tokens: Tensor,
+        features: Tensor | None,
+        num_new: Sequence[int],
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: EagleState,
+    ) -> None:
+        """See `Drafter.extend`; the network runs on the new positions at the next `propose`."""
+        assert features is not None, "an EAGLE head needs the target's features"
+        for i, (row, count) in enumerate(zip(rows, num_new, strict=True)):
+            if count:
+                # A copy: `features` may be a view into a buffer that the next forward reuses.
+                taken = tokens[i, :count].clone()
+                if self._unshifted:  # the token at the feature's own position
+                    taken = tokens.new_tensor(prefixes[i][-count - 1 : -1])
+                state.pending[row].append((taken, features[i, :count].clone()))
+
+    def reset(self, row: int, length: int, state: EagleState) -> None:
+        """See `Drafter.reset`. `length` tokens are length - 1 rows of (feature, next token)."""
+        if length > 0:
+            self._flush([row], state)
+        state.pending[row].clear()
+        truncate(state.cache, row, min(max(length - 1, 0), int(state.cache.lengths[row])))
+
+    def copy_prefix(self, source: int, target: int, length: int, state: EagleState) -> None:
+        """See `CopyingDrafter.copy_prefix`."""
+        self._flush([source], state)
+        state.pending[target].clear()
+        copy_prefix(state.cache, source, target, length - 1)
+
+    def propose(
+        self,
+        root: Tensor,
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: EagleState,
+        max_depth: int | None = None,
+    ) -> DraftTree:
+        """See `Drafter.propose`; first ingests what is pending."""
+        self._flush(rows, state)
+        depth = self.policy.depth if max_depth is None else min(self.policy.depth, max_depth)
+        if depth < 1:
+            return trees.root_only(root)
+        if isinstance(self.policy, StaticTree):
+            return self._static(root, rows, state, [path for path in self.policy.paths if len(path) <= depth])
+        return self._dynamic(root, rows, state, _fitted(self.policy, depth))
+
+    def propose_sampled(
+        self,
+        root: Tensor,
+        prefixes: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        state: EagleState,
+        choosers: Sequence[TokenChooser],
+        generator: torch.Generator,
+        max_depth: int | None = None,
+    ) -> DraftTree:
+        """See `SamplingDrafter.propose_sampled`."""
+        self._flush(rows, state)
+        assert not isinstance(self.policy, DynamicTree)
+        depth = self.policy.depth if max_depth is None else min(self.policy.depth, max_depth)
+        if depth < 1:
+            return trees.root_only(root)
+        chain = tuple((0,) * level for level in range(1, depth + 1))
+        shape = self.policy.paths if isinstance(self.policy, StaticTree) else chain
+        draws = DrawnCandidates(choosers, prefixes, generator, self.head.draft_to_target, self.target.shape.vocab_size)
+        paths = [path for path in shape if len(path) <= depth]
+        return draws.pack(self._static(root, rows, state, paths, draws))
+
+    # -- ingesting --------------------------------------------------------------------------
+
+    def _flush(self, rows: Sequence[int], state: EagleState) -> None:
+        """Runs the network on what `extend` took in."""
+        waiting = [row for row in rows if state.pending[row]]
+        if not waiting:
+            return
+        pieces = [
+            (torch.cat([t for t, _ in state.pending[r]]), torch.cat([f for _, f in state.pending[r]])) for r in waiting
+        ]
+        counts = [len(tokens) for tokens, _ in pieces]
+        width = max(counts)
+        if len(pieces) == 1:
+            tokens, features = pieces[0][0][None], pieces[0][1][None]
+        else:
+            tokens = torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) for t, _ in pieces])
+            features = torch.stack([torch.nn.functional.pad(f, (0, 0, 0, width - len(f))) for _, f in pieces])
+        starts = state.cache.lengths[waiting].to(tokens.device)
+        positions = starts[:, None] + torch.arange(width, device=tokens.device)
+        network = self._network
+        fused = network.fuse(features.to(self._rotary.dtype))
+        stream = self._forward(tokens, fused, positions, None, state.cache, waiting)
+        last = torch.tensor(counts, device=tokens.device) - 1
+        at_last = stream[torch.arange(len(waiting), device=tokens.device), last]
+        state.hidden[waiting] = network.feedback(at_last)
+        state.logits[waiting] = self._logits(at_last).float()
+        for row, count in zip(waiting, counts, strict=True):
+            commit(state.cache, torch.arange(count)[None], [row])
+            state.pending[row].clear()
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        offset: int = 0,
+    ) -> Tensor:
+        if self.head.embedding is not None:
+            embedded = torch.nn.functional.embedding(tokens, self.head.embedding)
+        else:
+            embedded = self.target.embed(tokens).to(hidden.dtype)
+        network, arguments = self._network, (embedded, hidden, positions, ancestors, cache, rows, self._rotary, offset)
+        if isinstance(network, PackedNetwork):
+            return network.forward(*arguments)
+        return forward_network(network, *arguments)
+
+    def _logits(self, stream: Tensor) -> Tensor:
+        network = self._network
+        if isinstance(network, EagleNetwork) or network.config.kind == "eagle":
+            return self.target.project(stream.to(self.target.dtype))
+        return network.logits(stream)
+
+    def _target_ids(self, draft_ids: Tensor) -> Tensor:
+        mapping = self.head.draft_to_target
+        return draft_ids if mapping is None else mapping[draft_ids]
+
+    # -- trees ------------------------------------------------------------------------------
+
+    def _dynamic(self, root: Tensor, rows: Sequence[int], state: EagleState, policy: DynamicTree) -> DraftTree:
+        """EAGLE-2: expand the best `top_k` nodes of each level, then rerank the whole pool."""
+        k, limit = policy.top_k, policy.num_nodes - 1
+        floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
+        scores, tokens = self._candidates(state.logits[rows], k)  # (B, k) each
+        pools = [_Pool(t, [-1] * len(t), s) for t, s in zip(tokens.tolist(), scores.tolist(), strict=True)]
+        above = root[:, None].expand(-1, k)
+        level = _Level(tokens, above, state.hidden[rows][:, None].expand(-1, k, -1), _eye(len(rows), k, root.device), 0)
+        indices = [list(range(k)) for _ in rows]  # pool index of each node of the level
+        for depth in range(1, policy.depth):
+            if _settled(pools, [max(s) for s in scores.tolist()], limit, floor):
+                break
+            stream = self._feed(level, depth, rows, state)
+            child_scores, child_tokens = self._candidates(self._logits(stream), k)
+            joint = (scores[:, :, None] + child_scores).flatten(1)  # (B, width * k)
+            child_tokens = child_tokens.flatten(1)
+            base = len(pools[0].tokens)
+            for pool, t, s, parents in zip(pools, child_tokens.tolist(), joint.tolist(), indices, strict=True):
+                pool.tokens += t
+                pool.scores += s
+                pool.parents += [parent for parent in parents for _ in range(k)]
+            picked = joint.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            scores = joint.gather(1, picked)
+            level = level.below(child_tokens.gather(1, picked), self._network.feedback(stream), picked // k)
+            indices = (base + picked).tolist()
+        return _assemble(root, pools, limit, floor)
+
+    def _static(
+        self,
+        root: Tensor,
+        rows: Sequence[int],
+        state: EagleState,
+        paths: Sequence[tuple[int, ...]],
+        draws: DrawnCandidates | None = None,
+    ) -> DraftTree:
+        """EAGLE-1: the tokens of given ranks (or drawn in this order) below given parents."""
+        batch, index = len(rows), {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
+        parents = [-1] + [index[path[:-1]] for path in paths]
+        tokens = root[:, None].repeat(1, len(index))
+        joint = torch.zeros(batch, len(index), device=root.device)
+        logits, feedback, level = state.logits[rows][:, None], state.hidden[rows][:, None], None
+        inner: list[tuple[int, ...]] = [()]
+        for depth in range(1, max(len(path) for path in paths) + 1):
+            here = [path for path in paths if len(path) == depth]
+            count, nodes = 1 + max(path[-1] for path in here), [index[path] for path in inner]
+            if draws is None:
+                scores, candidates = self._candidates(logits, count)
+            else:
+                scores, candidates = draws(logits, count, nodes, tokens, parents)
+            for path in here:
+                node, slot = index[path], inner.index(path[:-1])
+                tokens[:, node] = candidates[:, slot, path[-1]]
+                joint[:, node] = joint[:, index[path[:-1]]] + scores[:, slot, path[-1]]
+            before, inner = inner, [path for path in here if any(other[:-1] == path for other in paths)]
+            if not inner:
+                break
+            fed = tokens[:, [index[path] for path in inner]]
+            if level is None:
+                above, count = root[:, None].expand(-1, len(inner)), len(inner)
+                level = _Level(fed, above, feedback.expand(-1, count, -1), _eye(batch, count, root.device), 0)
+            else:
+                fathers = torch.tensor([before.index(path[:-1]) for path in inner], device=root.device)
+                level = level.below(fed, feedback, fathers.expand(batch, -1))
+            stream = self._feed(level, depth, rows, state)
+            logits, feedback = self._logits(stream), self._network.feedback(stream)
+        return DraftTree(
+            tokens=tokens,
+            parents=torch.tensor(parents, device=root.device).expand(batch, -1),
+            num_nodes=torch.full((batch,), len(index), device=root.device),
+            log_probs=joint,
+        )
+
+    def _feed(self, level: _Level, depth: int, rows: Sequence[int], state: EagleState) -> Tensor:
+        """Runs one level of the tree, (B, W) nodes at `depth`, through the network: (B, W, H)."""
+        width = level.tokens.shape[1]
+        starts = state.cache.lengths[list(rows)].to(level.tokens.device)
+        positions = (starts + depth - 1)[:, None].expand(-1, width)
+        # A chain sees all that lies before it, which needs no mask.
+        visible = None if width == 1 and level.visible.shape[2] == depth else level.visible
+        tokens = level.above if self._unshifted else level.tokens
+        return self._forward(tokens, level.hidden, positions, visible, state.cache, rows, level.offset)
+
+    def _candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest (log-probability float32, target id) of each node."""
+        logits = logits.float()
+        values, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
+        return values - logits.logsumexp(-1, keepdim=True), self._target_ids(ids)
+
+
+def _fitted(policy: Chain | DynamicTree, depth: int) -> DynamicTree:
+    """The policy cut to `depth`; a chain is a dynamic tree of one candidate a level."""
+    if isinstance(policy, Chain):
+        return DynamicTree(depth + 1, depth, 1, policy.min_prob)
+    room = 1 + policy.top_k + (depth - 1) * policy.top_k**2
+    return replace(policy, depth=depth, num_nodes=min(policy.num_nodes, room))
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """Nodes of one level on their way through the network.
+
+    Attributes:
+        tokens: (B, W) int64.
+        above: (B, W) int64 tokens of their parents.
+        hidden: (B, W, H) feedback of their parents.
+        visible: (B, W, offset + W) bool over the slots of all levels fed so far and this one.
+        offset: slots of the levels before.
+    """
+
+    tokens: Tensor
+    above: Tensor
+    hidden: Tensor
+    visible: Tensor
+    offset: int
+
+    def below(self, tokens: Tensor, feedback: Tensor, parents: Tensor) -> _Level:
+        """The next level: `parents` (B, W') index this level's nodes, `feedback` (B, W, H) is theirs."""
+        width = tokens.shape[1]
+        inherited = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.shape[2]))
+        return _Level(
+            tokens=tokens,
+            above=self.tokens.gather(1, parents),
+            hidden=feedback.gather(1, parents[:, :, None].expand(-1, -1, feedback.shape[2])),
+            visible=torch.cat((inherited, _eye(len(tokens), width, tokens.device)), dim=2),
+            offset=self.offset + self.tokens.shape[1],
+        )
+
+
+def _eye(batch: int, width: int, device: torch.device) -> Tensor:
+    return torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
+
+
+def _settled(pools: Sequence[_Pool], best: Sequence[float], limit: int, floor: float) -> bool:
+    """True if no child of the level could be kept: each would score at most its parent's score."""
+    for pool, score in zip(pools, best, strict=True):
+        if score < floor:
+            continue
+        if len(pool.scores) < limit or sorted(pool.scores, reverse=True)[limit - 1] < score:
+            return False
+    return True
+
+
+def _assemble(root: Tensor, pools: Sequence[_Pool], limit: int, floor: float) -> DraftTree:
+    """Reranks each row's pool and packs the best nodes under the root."""
+    rows, scores = [], []
+    for token, pool in zip(root.tolist(), pools, strict=True):
+        kept = best_nodes(pool.scores, limit, floor)
+        index = {-1: 0} | {old: new + 1 for new, old in enumerate(kept)}
+        rows.append(([token] + [pool.tokens[i] for i in kept], [-1] + [index[pool.parents[i]] for i in kept]))
+        scores.append([0.0] + [pool.scores[i] for i in kept])
+    tree = trees.from_lists(rows, root.device)
+    padded = [s + [-math.inf] * (tree.size - len(s)) for s in scores]
+    return replace(tree, log_probs=torch.tensor(padded, device=root.device))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aquiline.drafters.tree_policy import Chain, StaticTree
+from aquiline.drafters.trees import Chain, StaticTree
 from aquiline.targets.target import Feature, Target
 from aquiline.tree import DraftTree
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import check_fits
-from aquiline.drafters.prompt_lookup import merge
+from aquiline.drafters.lookup import merge
 from aquiline.checks import integer
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.drafters.drafter import CopyingDrafter, Drafter
-from aquiline.drafters.prompt_lookup import LookupState, PromptLookup
+from aquiline.drafters.lookup import LookupState, PromptLookup
 from aquiline.tree import DraftTree
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from aquiline import tree as trees
 from aquiline.cache import MOST_NODES
 from aquiline.drafters.drafter import CopyingDrafter, Drafter, ObservingDrafter
-from aquiline.drafters.prompt_lookup import merge
+from aquiline.drafters.lookup import merge
 from aquiline.tree import DraftTree
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import KVCache
-from aquiline.drafters.eagle import Eagle3Network, EagleNetwork, HeadConfig, Network
+from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadConfig, Network
 from aquiline.targets.layers import DecoderLayer, RMSNorm
 from aquiline.targets.packed_frame import Frame, open_frame
 from aquiline.targets.packed_layers import (
@@ -111,7 +111,7 @@ class PackedNetwork:
         rotary: RotaryTable,
         offset: int = 0,
     ) -> Tensor:
-        """See `aquiline.drafters.eagle.forward_network`."""
+        """See `aquiline.drafters.eagle_network.forward_network`."""
         windows = [None] * len(self._layers)
         frame = open_frame(positions, ancestors, cache, rows, rotary, self._sizes, windows, offset)
         batch, width, size = hidden.shape

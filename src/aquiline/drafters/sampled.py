@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aquiline import tree as trees
-from aquiline.drafters.tree_policy import StaticTree
+from aquiline.drafters.trees import StaticTree
 from aquiline.sampling import TokenChooser, distribution, processed_logits
 from aquiline.tree import DraftTree
 

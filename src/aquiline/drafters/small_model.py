@@ -17,7 +17,7 @@ from torch import Tensor
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
-from aquiline.drafters.tree_policy import Chain
+from aquiline.drafters.trees import Chain
 from aquiline.sampling import TokenChooser
 from aquiline.targets.target import Feature, Target
 from aquiline.tree import DraftTree

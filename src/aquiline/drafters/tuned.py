@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 
 FORMAT = "aquiline-tuned"
 VERSION = 1

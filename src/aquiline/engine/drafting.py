@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from aquiline.checkpoints.head_names import SHIPPED, resolve_head, shipped_head
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookup_first import LookupFirst
-from aquiline.drafters.prompt_lookup import PromptLookup
-from aquiline.drafters.tree_policy import Chain, DynamicTree, StaticTree, TreePolicy
+from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
 from aquiline.targets.target import Target
 
@@ -156,7 +156,7 @@ def _eagle(
     folder: Path, tree: TreePolicy | None, target: Target, path: Path | None, packed: bool
 ) -> tuple[Drafter, str]:
     from aquiline.checkpoints.eagle.safeailab import read_head
-    from aquiline.drafters.eagle_drafter import EagleDrafter
+    from aquiline.drafters.eagle import EagleDrafter
 
     head = read_head(folder, target.shape, target.dtype)
     _check_fingerprint(folder, head.target_fingerprint, path)

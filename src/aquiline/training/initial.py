@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from aquiline.drafters.eagle import (
+from aquiline.drafters.eagle_network import (
     DraftHead,
     Eagle3Layer,
     Eagle3Network,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aquiline.drafters.eagle import Eagle3Network, Network, build_network
+from aquiline.drafters.eagle_network import Eagle3Network, Network, build_network
 from aquiline.targets.rope import RotaryTable
 from aquiline.training.losses import distribution_loss, feature_loss, restricted_probs
 from aquiline.training.unroll import block_mask, unroll

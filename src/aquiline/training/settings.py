@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aquiline.drafters.eagle import INPUTS
+from aquiline.drafters.eagle_network import INPUTS
 from aquiline.training.losses import RULES
 
 MAY_CHANGE = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.drafters.eagle import EagleNetwork
+from aquiline.drafters.eagle_network import EagleNetwork
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features, conversation_key, features_in_step
 from aquiline.training.initial import fit_fusion

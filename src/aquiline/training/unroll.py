@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from aquiline.drafters.eagle import Network
+from aquiline.drafters.eagle_network import Network
 from aquiline.targets.rope import RotaryTable
 from aquiline.training.causal_attention import causal_backward, causal_forward
 

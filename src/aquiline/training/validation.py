@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.drafters.eagle import DraftHead
-from aquiline.drafters.tree_policy import EAGLE1_PATHS
+from aquiline.drafters.eagle_network import DraftHead
+from aquiline.drafters.trees import EAGLE1_PATHS
 from aquiline.targets.target import Target
 from aquiline.training.features import compute_features
 from aquiline.training.learner import Example, Learner, MicroBatch, build_micro_batch, replicate, token_shift

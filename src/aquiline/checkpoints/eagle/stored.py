@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_sizes
 from aquiline.checkpoints.eagle.layer_ids import LayerIds
-from aquiline.drafters.eagle import INPUTS, DraftHead, HeadConfig, build_network
+from aquiline.drafters.eagle_network import INPUTS, DraftHead, HeadConfig, build_network
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, rope_from_hf
 from aquiline.targets.target import TargetShape

@@ -22,7 +22,7 @@ from aquiline.checkpoints.export.openvino import convert_to_openvino
 from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config, write_folder
 from aquiline.checkpoints.eagle.speculators import speculators_config
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
-from aquiline.drafters.eagle import INPUTS, DraftHead, HeadConfig
+from aquiline.drafters.eagle_network import INPUTS, DraftHead, HeadConfig
 from aquiline.targets.target import Feature, TargetShape, eagle3_layers
 
 DRAFT_TOKENS = 3

@@ -1,0 +1,300 @@
+"""The EAGLE draft networks: EAGLE-1/2 and EAGLE-3 with the switches of 3.1.
+
+One row of a draft network pairs the target's feature at position t with the *next* token
+x[t+1] and sits at rotary position t; it predicts the token after, x[t+2]::
+
+    target positions   0    1    2    3
+    feature            f0   f1   f2   f3
+    token              x1   x2   x3   x4      <- shifted by one
+    predicts           x2   x3   x4   x5
+
+Both networks have the same verbs, so that drafting, trees and training do not care which one
+they hold: `fuse` turns target features into the network's own width once, `layer_input` joins
+token and feature, and `logits` reads a hidden state out over the draft vocabulary.
+
+Source: EAGLE (arXiv 2401.15077 §4), EAGLE-3 (arXiv 2503.01840 §3), EAGLE 3.1 (arXiv 2605.09992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aquiline.cache import KVCache, new_cache
+from aquiline.targets.attention import attend, attention_mask, place, read, write
+from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm, decoder_layers
+from aquiline.targets.rope import RotaryTable
+from aquiline.targets.target import Feature
+
+INPUTS = ("feature+shifted", "feature+unshifted", "feature", "token")
+"""What a row of an EAGLE-1/2 head may read; the first is the method."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A draft head of the EAGLE family.
+
+    Attributes:
+        kind: "eagle" (EAGLE-1/2) or "eagle3".
+        layer: sizes of its decoder layers; `hidden_size` is the draft's own width.
+        num_layers: decoder layers, 1 in all published heads.
+        vocab_size: V of the target.
+        draft_vocab_size: Vd, ids that the head can draft; V where there is no reduction.
+        target_hidden_size: H of the target.
+        features: target features that the head reads; ("final",) for EAGLE-1/2.
+        max_positions: positions that the head was declared for.
+        fc_bias: bias of the fusing linear (EAGLE-1/2).
+        norm_before_residual: EAGLE-3's residual is the normed feature.
+        norm_before_fc: one RMSNorm over the concatenated features.
+        fc_norm: 3.1's RMSNorm for each feature.
+        norm_output: 3.1's feedback of the *normed* hidden state.
+        inputs: what a row of an EAGLE-1/2 head reads, the paper's ablation: "feature+shifted" (the
+            method: f[t] and x[t+1]), "feature+unshifted" (f[t] and x[t]), "feature" (f[t]) or
+            "token" (x[t+1]). All but the first are for measuring only.
+    """
+
+    kind: str
+    layer: LayerConfig
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    features: tuple[Feature, ...]
+    num_layers: int = 1
+    max_positions: int = 2048
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    inputs: str = "feature+shifted"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("eagle", "eagle3"):
+            raise ValueError(f"head kind {self.kind!r} is not known; allowed: eagle, eagle3")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other")
+        if self.inputs not in INPUTS:
+            raise ValueError(f"head inputs {self.inputs!r} are not known; allowed: {', '.join(INPUTS)}")
+        if self.kind == "eagle3" and self.inputs != INPUTS[0]:
+            raise ValueError(f"inputs {self.inputs!r} are an ablation of EAGLE-1/2; an EAGLE-3 head has {INPUTS[0]!r}")
+        if self.kind == "eagle" and (self.draft_vocab_size != self.vocab_size or self.features != ("final",)):
+            raise ValueError('an EAGLE-1/2 head reads the feature "final" and drafts the whole vocabulary')
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the head's own stream."""
+        return self.layer.hidden_size
+
+
+class EagleNetwork(nn.Module):
+    """EAGLE-1/2: fc over [embedding, feature], then a decoder layer without a first norm.
+
+    Has no norm and no LM head of its own: its output imitates the target's "final" feature,
+    which the target's LM head reads.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        width = {"token": hidden, "feature": config.target_hidden_size}.get(
+            config.inputs, hidden + config.target_hidden_size
+        )
+        self.fc = nn.Linear(width, hidden, bias=config.fc_bias)
+        self.layers = nn.ModuleList(DecoderLayer(config.layer, input_norm=i > 0) for i in range(config.num_layers))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The features themselves: (B, T, H) → (B, T, H)."""
+        return features
+
+    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What the fusing linear reads of embeddings and features, both (…, H)."""
+        if self.config.inputs == "token":
+            return embedded
+        return hidden if self.config.inputs == "feature" else torch.cat((embedded, hidden), dim=-1)
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Joins token embeddings and features, both (B, T, H), into the stream (B, T, H)."""
+        result: Tensor = self.fc(self.join(embedded, hidden))
+        return result
+
+    def attention(self, layer: int) -> Attention:
+        """Projections of one layer."""
+        return decoder_layers(self.layers)[layer].self_attn
+
+    def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (what q, k and v read, the residual) of one layer."""
+        return decoder_layers(self.layers)[layer].input_layernorm(stream), stream
+
+    def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection, MLP and residuals of one layer."""
+        return decoder_layers(self.layers)[layer].finish(residual, mixed)
+
+    def feedback(self, stream: Tensor) -> Tensor:
+        """What takes the place of the feature in the next draft step."""
+        return stream
+
+
+class Eagle3Layer(nn.Module):
+    """The first layer of an EAGLE-3 head: attention reads [norm(embedding), norm(feature)]."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+
+class Eagle3Network(nn.Module):
+    """EAGLE-3: fused target features, 2H-wide attention input, own norm and LM head."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, eps = config.hidden_size, config.layer.rms_norm_eps
+        count = len(config.features)
+        self.fc = nn.Linear(count * config.target_hidden_size, hidden, bias=config.fc_bias)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(count * config.target_hidden_size, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(count))
+        self.midlayer = Eagle3Layer(config.layer)
+        self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers - 1))
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Fuses the target's features, (B, T, count · H_t) → (B, T, H); once, not in recursion."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = features.chunk(len(self.config.features), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        result: Tensor = self.fc(features)
+        return result
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """The stream is the fused feature; the embedding joins inside the first layer."""
+        return hidden
+
+    def attention(self, layer: int) -> Attention:
+        """Projections of one layer."""
+        return self.midlayer.self_attn if layer == 0 else decoder_layers(self.layers)[layer - 1].self_attn
+
+    def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (what q, k and v read, the residual) of one layer."""
+        if layer > 0:
+            return decoder_layers(self.layers)[layer - 1].input_layernorm(stream), stream
+        normed = self.midlayer.hidden_norm(stream)
+        joined = torch.cat((self.midlayer.input_layernorm(embedded), normed), dim=-1)
+        return joined, normed if self.config.norm_before_residual else stream
+
+    def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection, MLP and residuals of one layer."""
+        if layer > 0:
+            return decoder_layers(self.layers)[layer - 1].finish(residual, mixed)
+        hidden = residual + self.midlayer.self_attn.o_proj(mixed)
+        result: Tensor = hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+        return result
+
+    def feedback(self, stream: Tensor) -> Tensor:
+        """What takes the place of the feature in the next step: pre-norm, or normed for 3.1."""
+        result: Tensor = self.norm(stream) if self.config.norm_output else stream
+        return result
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, (…, H) → (…, Vd), at least float32."""
+        logits: Tensor = self.lm_head(self.norm(stream))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+Network = EagleNetwork | Eagle3Network
+
+
+@dataclass(eq=False)
+class DraftHead:
+    """A draft network with what it needs from outside its own parameters.
+
+    Attributes:
+        network: the network.
+        draft_to_target: (Vd,) int64 target id of each draft id, or None where they coincide.
+        embedding: (V, H_draft) the head's own embedding, or None to use the target's.
+        target_fingerprint: of the target that it was trained for, or None if unknown.
+    """
+
+    network: Network
+    draft_to_target: Tensor | None = None
+    embedding: Tensor | None = None
+    target_fingerprint: str | None = None
+
+    @property
+    def config(self) -> HeadConfig:
+        """The network's configuration."""
+        return self.network.config
+
+
+def build_network(config: HeadConfig) -> Network:
+    """Makes the network of a configuration, randomly initialised."""
+    return Eagle3Network(config) if config.kind == "eagle3" else EagleNetwork(config)
+
+
+def new_draft_cache(network: Network, rows: int, capacity: int, max_capacity: int) -> KVCache:
+    """Allocates the head's own cache."""
+    layer = network.config.layer
+    weight = network.fc.weight
+    return new_cache(
+        layers=network.config.num_layers,
+        rows=rows,
+        kv_heads=layer.num_kv_heads,
+        key_dim=layer.head_dim,
+        capacity=capacity,
+        max_capacity=max_capacity,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+def forward_network(
+    network: Network,
+    embedded: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    cache: KVCache,
+    rows: Sequence[int],
+    rotary: RotaryTable,
+    offset: int = 0,
+) -> Tensor:
+    """Runs the network on T rows behind its cache; writes K/V and does not advance.
+
+    Args:
+        network: the draft network.
+        embedded: (B, T, H) embeddings of the tokens, shifted unless the head's inputs say otherwise.
+        hidden: (B, T, H) fused target features, or the feedback of the step before.
+        positions: (B, T) int64 feature positions.
+        ancestors: (B, T, offset + T) bool among the uncommitted slots, or None for causal order.
+        cache: the head's cache.
+        rows: row slots.
+        rotary: the head's rotary table.
+        offset: uncommitted slots in use before these T (earlier levels of the tree).
+
+    Returns:
+        (B, T, H) stream after the last layer (pre-norm).
+    """
+    placement = place(cache, rows, embedded.shape[1], offset)
+    cos, sin = rotary.at(positions, placement.span)
+    mask = attention_mask(placement, positions, ancestors, None, embedded.dtype)
+    stream = network.enter(embedded, hidden)
+    for i in range(network.config.num_layers):
+        attention = network.attention(i)
+        read_from, residual = network.layer_input(i, stream, embedded)
+        q, k, v = attention.qkv(read_from, cos, sin)
+        write(cache, i, placement, k, v)
+        keys, values = read(cache, i, placement)
+        stream = network.layer_finish(i, residual, attend(q, keys, values, mask, attention.scale))
+    return stream
