@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from aquiline.models.embedded import fetch_embedded
-from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import keep_freed_memory, start_run
 from aquiline.training.step import optimiser_step

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import aquiline
 from aquiline.models.resolve import resolve_target
-from aquiline.training.data import prepare
+from aquiline.training.data.prepare import prepare
 from aquiline.training.settings import TrainSettings
 from aquiline.training.trainer import train
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from aquiline.training.endpoint import Endpoint
-from aquiline.training.regenerate import regenerate
+from aquiline.training.data.endpoint import Endpoint
+from aquiline.training.data.regenerate import regenerate
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from aquiline.training import data
-from aquiline.training.conversations import (
+from aquiline.training.data import prepare as data
+from aquiline.training.data.conversations import (
     CUT,
     EMPTY_TURN,
     LEADING_DROPPED,
@@ -30,7 +30,7 @@ from aquiline.training.conversations import (
     Refusal,
     read_conversations,
 )
-from aquiline.training.data import in_validation, open_training_set, prepare, tokenizer_hash
+from aquiline.training.data.prepare import in_validation, open_training_set, prepare, tokenizer_hash
 
 TALKS = [
     [("user", "Name a red fruit."), ("assistant", "A cherry, for one.")],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aquiline.training.dataset import TrainingSet
+from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.initial import draft_vocabulary
 from aquiline.training.learner import Example, build_micro_batch, counts
 from aquiline.training.optim import orthogonalise, rate_factor

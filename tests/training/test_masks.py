@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AddedToken
 
-from aquiline.training.conversations import Message
-from aquiline.training.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
+from aquiline.training.data.conversations import Message
+from aquiline.training.data.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
 from tests.training.chat_templates import CHATML, FAMILIES, NO_END_OF_TURN, QWEN3
 
 ANSWERS = [

@@ -15,7 +15,7 @@ import aquiline
 from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.targets.hf import HFTarget
-from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import compute_features
 from aquiline.training.settings import TrainSettings
 from aquiline.training.target_parts import draft_layer, embedding_table, read_out_rows

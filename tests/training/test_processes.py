@@ -22,7 +22,7 @@ import torch
 from aquiline.targets.layers import decoder_layers
 from aquiline.targets.loading import load_target
 from aquiline.training import trainer
-from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import decoder_features
 from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.heads_training import train_heads

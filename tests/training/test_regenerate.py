@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from aquiline.training.conversations import Conversation, read_conversations
-from aquiline.training.endpoint import Endpoint, EndpointError
-from aquiline.training.record_log import RecordLog
-from aquiline.training.regenerate import EMPTY_REPLY, REJECTED, TWICE, regenerate
-from aquiline.training.replies import Reply, ReplyRequest, ReplySampling
+from aquiline.training.data.conversations import Conversation, read_conversations
+from aquiline.training.data.endpoint import Endpoint, EndpointError
+from aquiline.training.data.record_log import RecordLog
+from aquiline.training.data.regenerate import EMPTY_REPLY, REJECTED, TWICE, regenerate
+from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 from tests.training.chat_server import ChatServer, says
 
 

@@ -16,7 +16,7 @@ import torch
 
 from aquiline.cli import main
 from aquiline.training import features, trainer
-from aquiline.training.dataset import SplitCounts, SplitWriter, open_training_set
+from aquiline.training.data.dataset import SplitCounts, SplitWriter, open_training_set
 from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.heads_training import train_heads
 from aquiline.training.run_sets import open_sets

@@ -25,7 +25,7 @@ from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training import state
-from aquiline.training.dataset import open_training_set
+from aquiline.training.data.dataset import open_training_set
 from aquiline.training.settings import TrainSettings, settings_record
 from aquiline.training.trainer import TrainingDiverged, train
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aquiline.training.dataset import FORMAT, SplitWriter, TokenisedConversation
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.settings import TrainSettings
 from tests.tiny import VOCAB, decoder, hf_model
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.endpoint:
         raise ValueError("--endpoint has no effect without --regenerate; add it or drop the endpoint")
     from aquiline.models.resolve import resolve_target
-    from aquiline.training.data import prepare
+    from aquiline.training.data.prepare import prepare
 
     report = prepare(
         arguments.sources,
@@ -86,8 +86,8 @@ def _print(report: Any, as_json: bool) -> None:
 
 
 def _regenerate(arguments: argparse.Namespace) -> int:
-    from aquiline.training.regenerate import regenerate
-    from aquiline.training.replies import ReplySampling
+    from aquiline.training.data.regenerate import regenerate
+    from aquiline.training.data.replies import ReplySampling
 
     temperatures = arguments.temperature or [0.0, 0.8]
     mixture = [(ReplySampling(t, 1.0, arguments.max_new_tokens), 1.0) for t in temperatures]
@@ -118,7 +118,7 @@ def _show(counts: Counter[str]) -> None:
 def _endpoint(arguments: argparse.Namespace) -> Any:
     import os
 
-    from aquiline.training.endpoint import Endpoint
+    from aquiline.training.data.endpoint import Endpoint
 
     return Endpoint(arguments.endpoint, arguments.model, os.environ.get("OPENAI_API_KEY"))
 
@@ -127,7 +127,7 @@ def _local(arguments: argparse.Namespace) -> Any:
     """A `Complete` that answers with our own engine, all requests of a call in one batch."""
     from aquiline.loading import load
     from aquiline.sampling import SamplingParams
-    from aquiline.training.replies import Reply, ReplyRequest, ReplySampling
+    from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 
     # Large batches are bound by arithmetic: a draft would only add to it.
     loaded = load(arguments.target, None, exact=False, max_rows=arguments.rows)

@@ -17,7 +17,7 @@ from torch import Tensor
 from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
-from aquiline.training.dataset import TrainingSet
+from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.features import (
     FeatureStore,
     announce_room,

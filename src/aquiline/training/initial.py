@@ -19,7 +19,7 @@ from aquiline.drafters.eagle_network import (
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import DecoderLayer, decoder_layers
 from aquiline.targets.target import Feature, Target, eagle3_layers
-from aquiline.training.dataset import TrainingSet
+from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.settings import TrainSettings
 from aquiline.training.sharding import whole
 from aquiline.training.target_parts import draft_layer, read_out_rows

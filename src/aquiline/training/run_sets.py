@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aquiline.training.dataset import TrainingSet, open_training_set
+from aquiline.training.data.dataset import TrainingSet, open_training_set
 
 _SHORTEST = 3
 """Tokens of the shortest conversation that has a row to learn or to measure."""
@@ -66,7 +66,7 @@ def _check_tokenizer(target: Path, sets: Sequence[TrainingSet]) -> None:
     prepared = [part for part in sets if re.fullmatch("[0-9a-f]{64}", str(part.manifest.get("tokenizer_hash")))]
     if not prepared:
         return
-    from aquiline.training.data import load_tokenizer, tokenizer_hash
+    from aquiline.training.data.prepare import load_tokenizer, tokenizer_hash
 
     own = tokenizer_hash(load_tokenizer(target))
     for path in dict.fromkeys(part.path for part in prepared):

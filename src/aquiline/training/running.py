@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.training.dataset import TrainingSet
+from aquiline.training.data.dataset import TrainingSet
 
 VALIDATION_POSITIONS = 15_000
 """How much of a validation split is measured: enough for ± 0.01, little beside a run."""

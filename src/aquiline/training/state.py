@@ -24,7 +24,7 @@ from aquiline.drafters.eagle_network import DraftHead
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
 from aquiline.targets.target import Feature, Target, check_features
-from aquiline.training.dataset import TrainingSet
+from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.features import FeatureStore, announce_room, feature_stamp, open_features
 from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.initial import draft_vocabulary, new_head

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aquiline.training.dataset import TrainingSet
+from aquiline.training.data.dataset import TrainingSet
 
 
 @dataclass(eq=False)

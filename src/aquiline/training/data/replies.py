@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from aquiline.training.conversations import Message
+from aquiline.training.data.conversations import Message
 
 
 @dataclass(frozen=True)

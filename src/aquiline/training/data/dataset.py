@@ -150,7 +150,7 @@ def open_training_set(
     split: Literal["train", "validation"] = "train",
     tokenizer_hash: str | None = None,
 ) -> TrainingSet:
-    """Open one split of a training set that `aquiline.training.data.prepare` wrote.
+    """Open one split of a training set that `aquiline.training.data.prepare.prepare` wrote.
 
     Args:
         path: the folder.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
-from aquiline.training.replies import Reply, ReplyRequest, ReplySampling
+from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _ABOUT_THIS_REQUEST = frozenset({400, 413, 422})

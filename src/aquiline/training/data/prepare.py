@@ -2,7 +2,7 @@
 
 Records stream through: read, render with the chat template, find the assistant's characters,
 tokenise in batches, carry the characters over to tokens, split, write. Memory holds one batch.
-The output folder appears whole or not at all. `aquiline.training.dataset` reads it.
+The output folder appears whole or not at all. `aquiline.training.data.dataset` reads it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from aquiline.training.conversations import Conversation, Refusal, read_conversations
-from aquiline.training.dataset import (
+from aquiline.training.data.conversations import Conversation, Refusal, read_conversations
+from aquiline.training.data.dataset import (
     FORMAT,
     SplitCounts,
     SplitWriter,
@@ -29,9 +29,9 @@ from aquiline.training.dataset import (
     appearing_whole,
     open_training_set,
 )
-from aquiline.training.identity import conversation_id, in_validation
-from aquiline.training.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
-from aquiline.training.tally import PrepareReport, Tally, progress_line
+from aquiline.training.data.identity import conversation_id, in_validation
+from aquiline.training.data.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
+from aquiline.training.data.tally import PrepareReport, Tally, progress_line
 
 __all__ = [
     "PrepareReport",
@@ -89,7 +89,7 @@ def prepare(
     """Tokenise conversations with the target's chat template into a training set.
 
     The loss mask is true exactly on the assistant's tokens, each turn's end-of-turn token
-    included (see `aquiline.training.masks`). A conversation goes to validation if a hash of
+    included (see `aquiline.training.data.masks`). A conversation goes to validation if a hash of
     its first user turn falls below ``validation_fraction``: all answers to one prompt, from
     any source and any run, are on the same side.
 

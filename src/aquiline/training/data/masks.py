@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aquiline.training.conversations import Message
+from aquiline.training.data.conversations import Message
 
 _MARKER = re.compile(r"qzMARK(\d+)KRAMzq")
 

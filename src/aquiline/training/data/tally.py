@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from aquiline.training.conversations import Refusal
-from aquiline.training.dataset import SplitCounts
+from aquiline.training.data.conversations import Refusal
+from aquiline.training.data.dataset import SplitCounts
 
 _KEPT_REFUSALS = 20
 

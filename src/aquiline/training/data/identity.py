@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from aquiline.training.conversations import Message
+from aquiline.training.data.conversations import Message
 
 
 def conversation_id(messages: Sequence[Message]) -> str:

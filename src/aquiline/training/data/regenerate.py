@@ -3,7 +3,7 @@
 A draft head learns to guess what the target says, so the best training text is the target's
 own. Each user turn is answered anew, given the system turn and the *regenerated* turns before
 it; the answers come from a function, which may run a local model on large batches or ask a
-server (`aquiline.training.endpoint`) with many requests in flight.
+server (`aquiline.training.data.endpoint`) with many requests in flight.
 
 The output is JSON lines in OpenAI's ``messages`` form, ready for `prepare`. A finished
 conversation is appended once and never touched again; a run that was killed goes on where it
@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aquiline.training.conversations import Conversation, Message, Refusal, read_conversations
-from aquiline.training.identity import conversation_id
-from aquiline.training.record_log import RecordLog
-from aquiline.training.replies import Complete, Reply, ReplyRequest, ReplySampling
+from aquiline.training.data.conversations import Conversation, Message, Refusal, read_conversations
+from aquiline.training.data.identity import conversation_id
+from aquiline.training.data.record_log import RecordLog
+from aquiline.training.data.replies import Complete, Reply, ReplyRequest, ReplySampling
 
 EMPTY_REPLY = "empty reply"
 REJECTED = "request rejected"
