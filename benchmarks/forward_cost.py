@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import commit
-from aquiline.models.embedded import fetch_embedded
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network, forward_network, new_draft_cache
 from aquiline.drafters.packed import PackedNetwork, packed_network
+from aquiline.models.embedded import fetch_embedded
 from aquiline.targets.loading import load_target
 from aquiline.targets.packed import packed
 from aquiline.targets.rope import RotaryTable

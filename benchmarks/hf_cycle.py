@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import truncate
-from aquiline.models.resolve import resolve_target
 from aquiline.decode import Row, new_state, prefill, step
+from aquiline.models.resolve import resolve_target
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.targets.hf import HFTarget

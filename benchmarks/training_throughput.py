@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from aquiline.models.embedded import fetch_embedded
 from aquiline.drafters.eagle_network import HeadConfig
+from aquiline.models.embedded import fetch_embedded
 from aquiline.targets.decoder import DecoderConfig
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import Run, keep_freed_memory, start_run

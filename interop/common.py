@@ -19,10 +19,10 @@ import torch
 from pieces import HERE, Piece, add, collect, digest
 
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.models.resolve import resolve_target, target_fingerprint
 from aquiline.decode import Row, free, new_state, prefill, step
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import Chain
+from aquiline.models.resolve import resolve_target, target_fingerprint
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder, config_from_hf, load_state

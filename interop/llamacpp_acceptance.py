@@ -20,9 +20,9 @@ from common import Task, conclude, our_chains, parser, task_of
 from pieces import WORK, Run, add, collect, digest
 from transformers import AutoTokenizer
 
-from aquiline.models.cache_folder import build_once
 from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.target_shape import target_shape
+from aquiline.models.cache_folder import build_once
 from aquiline.models.resolve import target_fingerprint
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from common import Task, agreements, conclude, our_chains, parser, task_of
 from pieces import WORK, collect, digest, engine, installed_version
 
-from aquiline.checkpoints.export import openvino
 from aquiline.checkpoints.eagle import safeailab
-from aquiline.models.cache_folder import build_once
+from aquiline.checkpoints.export import openvino
 from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
+from aquiline.models.cache_folder import build_once
 from aquiline.models.resolve import target_fingerprint
 
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.models.resolve import target_fingerprint
 from aquiline.cli import main
 from aquiline.drafters.eagle_network import DraftHead
+from aquiline.models.resolve import target_fingerprint
 from tests import tiny
 from tests.tiny_tokenizers import every_byte
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from aquiline import cache
-from aquiline.engine import generate
-from aquiline.engine.batch import MIN_SHARED, Batch, common_prefix
 from aquiline.cache import KVCache
 from aquiline.decode import PREFILL_CHUNK
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
-from aquiline.drafters.merged import Merged
 from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.merged import Merged
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import DynamicTree
+from aquiline.engine import generate
+from aquiline.engine.batch import MIN_SHARED, Batch, common_prefix
 from aquiline.engine.generate import Engine, Request, StreamEvent, generate_requests, stream_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder, config_from_hf

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.engine.chat import ChatSession
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter, EagleState
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.trees import DynamicTree
+from aquiline.engine.chat import ChatSession
 from aquiline.engine.generate import Engine, Request, encode_prompt, generate_requests
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder

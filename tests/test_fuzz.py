@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from aquiline.drafters.lookup import PromptLookup
 from aquiline.engine import generate
 from aquiline.engine.batch import Batch
-from aquiline.drafters.lookup import PromptLookup
 from aquiline.engine.generate import Engine, Request, StreamEvent, stream_requests
 from aquiline.sampling import SamplingParams
 from tests.knowing_drafter import KnowingDrafter, known_from

@@ -20,7 +20,14 @@ from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.engine.drafting import make_drafter
-from aquiline.engine.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
+from aquiline.engine.generate import (
+    Engine,
+    GenerationOutput,
+    Request,
+    encode_prompt,
+    generate_requests,
+    stream_requests,
+)
 from aquiline.engine.grammar import json_schema, lark, regex
 from aquiline.targets.prepack import packable
 

@@ -13,7 +13,14 @@ from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.trees import Chain, DynamicTree
-from aquiline.engine.generate import Engine, GenerationOutput, Request, encode_prompt, generate_requests, stream_requests
+from aquiline.engine.generate import (
+    Engine,
+    GenerationOutput,
+    Request,
+    encode_prompt,
+    generate_requests,
+    stream_requests,
+)
 from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from aquiline.verify import LossyRule

@@ -16,8 +16,8 @@ import torch
 
 import aquiline
 from aquiline import Chain, DynamicTree, LossyRule, PromptLookup, StaticTree
-from aquiline.engine.chat import ChatSession
 from aquiline.drafters.lookahead import Lookahead
+from aquiline.engine.chat import ChatSession
 from tests import tiny
 from tests.command_line import Result, call, write_target
 

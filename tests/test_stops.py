@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from aquiline.engine.emission import Emission
 from aquiline.engine.generate import Engine, Request
-from aquiline.sampling import SamplingParams
 from aquiline.engine.stops import StopScanner
 from aquiline.engine.text import Detokenizer
+from aquiline.sampling import SamplingParams
 from tests.path_target import PathTarget
 from tests.reference.slow_generate import certain_text, completed_at, decode
 from tests.tiny_tokenizers import byte_fallback, byte_level, every_byte

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aquiline.engine.chat import ChatSession
+from aquiline.checks import flag
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
 from aquiline.drafters.trees import TreePolicy
+from aquiline.engine.chat import ChatSession
 from aquiline.engine.drafting import GPU_TREE, SHIPPED, make_drafter
 from aquiline.engine.generate import (
     Engine,
@@ -22,7 +23,6 @@ from aquiline.engine.generate import (
     generate_requests,
     stream_requests,
 )
-from aquiline.checks import flag
 from aquiline.engine.opening import fast_copy, generation_defaults, open_target
 from aquiline.engine.request import merged_params, naming_prompt
 from aquiline.sampling import SamplingParams

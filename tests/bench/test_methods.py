@@ -8,8 +8,8 @@ import torch
 
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import HEAD_OF, METHODS, Bed, Method, find_head, make_method, parse_method
-from aquiline.checkpoints.final_heads import write_final_heads
 from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.checkpoints.final_heads import write_final_heads
 from tests import tiny
 from tests.drafters.overfit import heads
 

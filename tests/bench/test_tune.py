@@ -18,8 +18,8 @@ from aquiline.bench.recorder import Step, recorded
 from aquiline.bench.records import Record
 from aquiline.bench.tune import LARGEST, Source, TuneSettings, read_tuned_tree, tune
 from aquiline.bench.tune_sources import find_sources
-from aquiline.checkpoints.final_heads import write_final_heads
 from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.checkpoints.final_heads import write_final_heads
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.medusa import Medusa
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy

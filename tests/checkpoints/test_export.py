@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aquiline.checkpoints.export.layouts import FORMATS, export_head
 from aquiline.checkpoints.eagle.gguf import deinterleaved, interleaved
-from aquiline.checkpoints.heads import read_stored_head
+from aquiline.checkpoints.export.layouts import FORMATS, export_head
 from aquiline.checkpoints.export.openvino import COMMAND_VARIABLE
+from aquiline.checkpoints.heads import read_stored_head
 from tests import tiny
 from tests.checkpoints import head_fixtures as fixtures
 from tests.checkpoints.head_fixtures import IDS, TARGET, VD, H, V

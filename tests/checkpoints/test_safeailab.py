@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aquiline.checkpoints.heads import inspect_head
 from aquiline.checkpoints.eagle.safeailab import read_head, write_head
+from aquiline.checkpoints.heads import inspect_head
 from aquiline.targets.rope import RopeConfig
 from aquiline.targets.target import TargetShape
 from tests import tiny

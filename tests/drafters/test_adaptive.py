@@ -11,8 +11,8 @@ import pytest
 from aquiline.drafters.adaptive import Adaptive, _Choice
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookahead import Lookahead
-from aquiline.drafters.merged import Merged
 from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.merged import Merged
 
 
 def decoded(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.drafters.eagle_network import DraftHead, forward_network, new_draft_cache
 from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.eagle_network import DraftHead, forward_network, new_draft_cache
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.targets.rope import RotaryTable
 from aquiline.tree import DraftTree, validate

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aquiline.drafters.eagle import EagleDrafter
-from aquiline.drafters.merged import Merged
 from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.merged import Merged
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain, DynamicTree
 from aquiline.sampling import SamplingParams

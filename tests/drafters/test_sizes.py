@@ -11,8 +11,8 @@ from aquiline import tree as trees
 from aquiline.cache import MOST_NODES, SCRATCH
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
-from aquiline.drafters.merged import Merged
 from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.merged import Merged
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.engine.generate import Engine, Request, generate_requests
 from aquiline.sampling import SamplingParams

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from aquiline import decode
-from aquiline.models.embedded import fetch_embedded
 from aquiline.drafters.lookup import PromptLookup
+from aquiline.models.embedded import fetch_embedded
 from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.hf import HFTarget, target_from_hf

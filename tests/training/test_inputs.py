@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.heads import inspect_head
-from aquiline.checkpoints.eagle.safeailab import read_head
-from aquiline.drafters.eagle_network import INPUTS, Eagle3Network, HeadConfig
 from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.eagle_network import INPUTS, Eagle3Network, HeadConfig
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target

@@ -12,8 +12,8 @@ import torch
 from aquiline.checkpoints.head_names import SHIPPED, resolve_head
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.engine.drafting import GPU_TREE, make_drafter
 from aquiline.targets.target import Target

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_kinds
+from aquiline.checkpoints.eagle.stored import check_values
 from aquiline.checkpoints.eagle.vocabulary import offsets, resolve_vocabulary
 from aquiline.checkpoints.head_files import read_head_files
-from aquiline.checkpoints.eagle.stored import check_values
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
 from aquiline.drafters.hydra import Hydra, HydraNetwork
 from aquiline.drafters.medusa import Medusa, MedusaNetwork

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.eagle.dialects import Translated, translate
-from aquiline.checkpoints.eagle.vocabulary import DraftVocabulary, resolve_vocabulary
 from aquiline.checkpoints.eagle.gguf import read_gguf_head
+from aquiline.checkpoints.eagle.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
+from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, check_values, head_config, head_from_stored
+from aquiline.checkpoints.eagle.vocabulary import DraftVocabulary, resolve_vocabulary
 from aquiline.checkpoints.head_files import read_head_files
 from aquiline.checkpoints.head_report import HeadReport
-from aquiline.checkpoints.eagle.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
 from aquiline.checkpoints.published_heads import published_kind
-from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, check_values, head_config, head_from_stored
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig
 from aquiline.targets.target import TargetShape
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_kinds
-from aquiline.checkpoints.head_files import inside, read_config, read_tensors
 from aquiline.checkpoints.eagle.stored import check_values
+from aquiline.checkpoints.head_files import inside, read_config, read_tensors
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
 from aquiline.drafters.published_heads import PublishedHeads, PublishedHydraNetwork, PublishedMedusaNetwork
 from aquiline.targets.target import TargetShape

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import check_fits
-from aquiline.drafters.lookup import merge
 from aquiline.checks import integer
+from aquiline.drafters.lookup import merge
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree
 

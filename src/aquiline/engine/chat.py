@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from aquiline.checks import check_kind
 from aquiline.engine import text
 from aquiline.engine.batch import Batch, capacity_for
 from aquiline.engine.emission import Emission
-from aquiline.checks import check_kind
 from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed, merged_params
 from aquiline.sampling import SamplingParams
 

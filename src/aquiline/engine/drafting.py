@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from aquiline.checkpoints.head_names import SHIPPED, resolve_head, shipped_head
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
 from aquiline.targets.target import Target

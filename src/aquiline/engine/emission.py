@@ -9,10 +9,10 @@ from torch import Tensor
 from aquiline.decode import Row
 from aquiline.engine.logprobs import token_logprobs
 from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, own_processors, sample_seed
-from aquiline.sampling import TokenChooser
-from aquiline.stats import GenerationStats
 from aquiline.engine.stops import StopScanner
 from aquiline.engine.text import Detokenizer
+from aquiline.sampling import TokenChooser
+from aquiline.stats import GenerationStats
 
 
 class Emission:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from aquiline.drafters.drafter import Drafter
 from aquiline.checks import check_kind, integer
+from aquiline.drafters.drafter import Drafter
 from aquiline.sampling import LogitsProcessor, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target

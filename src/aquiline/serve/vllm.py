@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from aquiline.models.cache_folder import build_once, cache_root
 from aquiline.checkpoints.export.layouts import DRAFT_TOKENS, export_head, refusals, vllm_config
 from aquiline.checkpoints.head_files import read_config
 from aquiline.checkpoints.heads import read_stored_head
 from aquiline.checkpoints.target_shape import target_shape
+from aquiline.models.cache_folder import build_once, cache_root
 
 PROGRAM_VARIABLE = "AQUILINE_VLLM"
 _OURS = ("--speculative-config", "--speculative_config", "-sc")

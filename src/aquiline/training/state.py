@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.head_names import resolve_head
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.models.resolve import target_fingerprint
 from aquiline.drafters.eagle_network import DraftHead
+from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
 from aquiline.targets.target import Feature, Target, check_features

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_kinds, check_sizes
 from aquiline.checkpoints.eagle.dialects import Translated
-from aquiline.checkpoints.eagle.vocabulary import offsets
 from aquiline.checkpoints.eagle.stored import StoredHead
+from aquiline.checkpoints.eagle.vocabulary import offsets
 from aquiline.targets.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURE = "eagle3"

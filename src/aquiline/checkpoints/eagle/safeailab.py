@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.eagle.vocabulary import membership, offsets
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.drafters.eagle_network import INPUTS, DraftHead, HeadConfig
 from aquiline.targets.rope import RopeConfig
 from aquiline.targets.target import TargetShape

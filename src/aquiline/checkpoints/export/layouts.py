@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from aquiline.checkpoints.eagle.gguf import is_gguf_head, write_gguf_head
-from aquiline.checkpoints.heads import read_stored_head
-from aquiline.checkpoints.export.openvino import convert_to_openvino
 from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config, write_folder
 from aquiline.checkpoints.eagle.speculators import speculators_config
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
+from aquiline.checkpoints.export.openvino import convert_to_openvino
+from aquiline.checkpoints.heads import read_stored_head
 from aquiline.drafters.eagle_network import INPUTS, DraftHead, HeadConfig
 from aquiline.targets.target import Feature, TargetShape, eagle3_layers
 
