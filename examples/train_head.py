@@ -8,7 +8,7 @@ import aquiline
 from aquiline.models.resolve import resolve_target
 from aquiline.training.data.prepare import prepare
 from aquiline.training.settings import TrainSettings
-from aquiline.training.trainer import train
+from aquiline.training.loop import train
 
 TOPICS = ("bees", "rivers", "bread", "clocks", "maps", "wool", "salt", "bridges", "owls", "glass", "tea", "kites")
 

@@ -9,8 +9,8 @@ import torch
 from aquiline.drafters.final_heads import FinalHeads
 from aquiline.training.features import compute_features
 from aquiline.training.heads_settings import HeadsSettings
-from aquiline.training.new_students import new_student
-from aquiline.training.students import Student, lesson, student_loss
+from aquiline.training.learners.new_students import new_student
+from aquiline.training.learners.students import Student, lesson, student_loss
 from tests import tiny
 
 LENGTH = 36

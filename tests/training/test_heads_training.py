@@ -21,10 +21,10 @@ from aquiline.training import heads_training
 from aquiline.training.features import compute_features
 from aquiline.training.heads_settings import KINDS, HeadsSettings
 from aquiline.training.heads_training import train_heads
-from aquiline.training.new_students import copied_layers, new_student, small_config, small_model_json
-from aquiline.training.regression import Regression
-from aquiline.training.student_validation import measure_student
-from aquiline.training.students import counted, lesson, rows_that_count, student_loss
+from aquiline.training.learners.new_students import copied_layers, new_student, small_config, small_model_json
+from aquiline.training.learners.regression import Regression
+from aquiline.training.learners.student_validation import measure_student
+from aquiline.training.learners.students import counted, lesson, rows_that_count, student_loss
 from tests import tiny
 from tests.drafters.loop import assert_equal_to_plain
 from tests.training.tiny_training import write_set, write_target

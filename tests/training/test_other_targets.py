@@ -18,8 +18,8 @@ from aquiline.targets.hf import HFTarget
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import compute_features
 from aquiline.training.settings import TrainSettings
-from aquiline.training.target_parts import draft_layer, embedding_table, read_out_rows
-from aquiline.training.trainer import train
+from aquiline.training.learners.target_parts import draft_layer, embedding_table, read_out_rows
+from aquiline.training.loop import train
 from tests.targets import hf_models
 
 

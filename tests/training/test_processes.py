@@ -21,7 +21,7 @@ import torch
 
 from aquiline.targets.layers import decoder_layers
 from aquiline.targets.loading import load_target
-from aquiline.training import trainer
+from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import decoder_features
 from aquiline.training.heads_settings import HeadsSettings
@@ -29,7 +29,7 @@ from aquiline.training.heads_training import train_heads
 from aquiline.training.processes import shards_target, start_processes
 from aquiline.training.settings import TrainSettings
 from aquiline.training.sharding import load_sharded, whole
-from aquiline.training.trainer import train
+from aquiline.training.loop import train
 from tests.targets import hf_models
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 

@@ -16,9 +16,9 @@ from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.engine.request import GenerationOutput
 from aquiline.targets.loading import load_target
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set
-from aquiline.training.initial import new_head
+from aquiline.training.learners.initial import new_head
 from aquiline.training.settings import TrainSettings
-from aquiline.training.trainer import train
+from aquiline.training.loop import train
 from aquiline.training.validation import measure_acceptance
 from tests.prompts import PROMPTS
 

@@ -27,7 +27,7 @@ from aquiline.targets.loading import load_target
 from aquiline.training import state
 from aquiline.training.data.dataset import open_training_set
 from aquiline.training.settings import TrainSettings, settings_record
-from aquiline.training.trainer import TrainingDiverged, train
+from aquiline.training.loop import TrainingDiverged, train
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
 
@@ -47,7 +47,7 @@ def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 def run_in_process(settings: TrainSettings) -> subprocess.Popen[bytes]:
     code = (
         "import json, sys; from aquiline.training.settings import TrainSettings;"
-        "from aquiline.training.trainer import train;"
+        "from aquiline.training.loop import train;"
         "s = json.loads(sys.argv[1]);"
         "train(TrainSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()}))"
     )

@@ -10,8 +10,8 @@ from aquiline.cache import commit
 from aquiline.drafters.eagle_network import INPUTS, HeadConfig, Network, build_network, forward_network, new_draft_cache
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, RotaryTable
-from aquiline.training import causal_attention
-from aquiline.training.unroll import (
+from aquiline.training.learners import causal_attention
+from aquiline.training.learners.unroll import (
     block_mask,
     dense_attention,
     unroll,

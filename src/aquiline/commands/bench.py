@@ -149,7 +149,7 @@ def _trainer(arguments: argparse.Namespace) -> Callable[[Mapping[str, Any], Path
     """Trains one head of the ablations; here, because measuring does not import training."""
     from aquiline.models.resolve import resolve_target
     from aquiline.training.settings import TrainSettings
-    from aquiline.training.trainer import train
+    from aquiline.training.loop import train
 
     target = str(resolve_target(arguments.target))
 

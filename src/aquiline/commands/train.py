@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from aquiline.training.heads_training import train_heads
     from aquiline.training.processes import is_main_process
     from aquiline.training.settings import TrainSettings
-    from aquiline.training.trainer import train
+    from aquiline.training.loop import train
 
     heads = arguments.kind in KINDS
     given = _given(arguments, HeadsSettings if heads else TrainSettings)

@@ -19,8 +19,8 @@ from aquiline.drafters.eagle_network import DraftHead
 from aquiline.drafters.trees import EAGLE1_PATHS
 from aquiline.targets.target import Target
 from aquiline.training.features import compute_features
-from aquiline.training.learner import Example, Learner, MicroBatch, build_micro_batch, replicate, token_shift
-from aquiline.training.target_parts import embedding_table, read_out_rows
+from aquiline.training.learners.eagle import Example, Learner, MicroBatch, build_micro_batch, replicate, token_shift
+from aquiline.training.learners.target_parts import embedding_table, read_out_rows
 
 _TOP = 10
 _BINS = 10

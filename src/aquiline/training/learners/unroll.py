@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aquiline.drafters.eagle_network import Network
 from aquiline.targets.rope import RotaryTable
-from aquiline.training.causal_attention import causal_backward, causal_forward
+from aquiline.training.learners.causal_attention import causal_backward, causal_forward
 
 
 def unroll(

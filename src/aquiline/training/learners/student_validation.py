@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features
-from aquiline.training.students import Lesson, SmallModelStudent, Student, counted, lesson
+from aquiline.training.learners.students import Lesson, SmallModelStudent, Student, counted, lesson
 
 RANKS = 10
 """Candidates of each head whose accuracy is measured."""

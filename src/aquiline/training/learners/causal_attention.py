@@ -1,6 +1,6 @@
 """Causal attention that also returns its log-sum-exp, and a backward that is given another one.
 
-The unroll of training merges causal attention with single keys (`aquiline.training.unroll`), for
+The unroll of training merges causal attention with single keys (`aquiline.training.learners.unroll`), for
 which it needs the log-sum-exp of the causal part and gradients under the merged softmax. On the
 CPU PyTorch's flash attention does both. No public operator does on other devices, so there blocks of
 query rows are computed one after another: memory stays linear in the length, as with flash.

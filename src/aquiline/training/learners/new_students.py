@@ -18,7 +18,7 @@ from aquiline.checkpoints.final_heads import build_final_network, write_final_he
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig
 from aquiline.targets.decoder import Decoder, DecoderConfig, config_from_hf
 from aquiline.training.heads_settings import HeadsSettings
-from aquiline.training.students import HeadsStudent, SmallModelStudent, SmallNetwork, Student
+from aquiline.training.learners.students import HeadsStudent, SmallModelStudent, SmallNetwork, Student
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -26,7 +26,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 def new_student(settings: HeadsSettings, target: Decoder, target_head: Tensor) -> Student:
     """Makes an untrained student.
 
-    Heads begin by passing on the feature (`aquiline.training.regression` gives them a better
+    Heads begin by passing on the feature (`aquiline.training.learners.regression` gives them a better
     start); a small model begins as copies of the target's first and last layers.
 
     Args:

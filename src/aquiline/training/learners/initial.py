@@ -22,7 +22,7 @@ from aquiline.targets.target import Feature, Target, eagle3_layers
 from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.settings import TrainSettings
 from aquiline.training.sharding import whole
-from aquiline.training.target_parts import draft_layer, read_out_rows
+from aquiline.training.learners.target_parts import draft_layer, read_out_rows
 
 
 def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet]) -> DraftHead:

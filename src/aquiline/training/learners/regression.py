@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aquiline.training.students import HeadsStudent, Lesson, head_modules, rows_that_count
+from aquiline.training.learners.students import HeadsStudent, Lesson, head_modules, rows_that_count
 
 _RIDGE = 1e-3  # of the mean of the inputs' second moments
 
