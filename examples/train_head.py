@@ -7,8 +7,8 @@ from pathlib import Path
 import aquiline
 from aquiline.models.resolve import resolve_target
 from aquiline.training.data.prepare import prepare
-from aquiline.training.settings import TrainSettings
 from aquiline.training.loop import train
+from aquiline.training.settings import TrainSettings
 
 TOPICS = ("bees", "rivers", "bread", "clocks", "maps", "wool", "salt", "bridges", "owls", "glass", "tea", "kites")
 

@@ -15,24 +15,16 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "aquiline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("kinds",),
+    ("checks",),
     ("tree", "sampling", "stats"),
     ("verify", "cache"),
-    (
-        "checkpoints.cache_folder",
-        "checkpoints.embedded",
-        "checkpoints.gguf_header",
-        "checkpoints.gguf_target",
-        "checkpoints.gguf_tokenizer",
-        "checkpoints.targets",
-        "checkpoints.tokenizer",
-    ),
+    ("models",),
     ("targets",),
     ("drafters",),
     ("checkpoints",),
     ("decode",),
-    ("request", "text", "stops", "logprobs", "grammar", "emission", "batch", "generate", "chat"),
-    ("drafting", "opening", "loading"),
+    ("engine",),
+    ("loading",),
     ("training", "bench", "serve"),
     ("commands", "cli"),
 )

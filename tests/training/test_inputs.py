@@ -20,8 +20,8 @@ from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training.features import compute_features
 from aquiline.training.learners.eagle import Example, Learner, LossSettings, build_micro_batch, token_shift
-from aquiline.training.settings import TrainSettings
 from aquiline.training.loop import train
+from aquiline.training.settings import TrainSettings
 from tests import tiny
 from tests.drafters.loop import assert_equal_to_plain
 from tests.training.tiny_training import tiny_settings, write_set, write_target

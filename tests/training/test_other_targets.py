@@ -17,9 +17,9 @@ from aquiline.drafters.eagle import EagleDrafter
 from aquiline.targets.hf import HFTarget
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import compute_features
-from aquiline.training.settings import TrainSettings
 from aquiline.training.learners.target_parts import draft_layer, embedding_table, read_out_rows
 from aquiline.training.loop import train
+from aquiline.training.settings import TrainSettings
 from tests.targets import hf_models
 
 

@@ -26,10 +26,10 @@ from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConvers
 from aquiline.training.features import decoder_features
 from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.heads_training import train_heads
+from aquiline.training.loop import train
 from aquiline.training.processes import shards_target, start_processes
 from aquiline.training.settings import TrainSettings
 from aquiline.training.sharding import load_sharded, whole
-from aquiline.training.loop import train
 from tests.targets import hf_models
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 

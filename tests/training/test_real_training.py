@@ -17,8 +17,8 @@ from aquiline.engine.request import GenerationOutput
 from aquiline.targets.loading import load_target
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set
 from aquiline.training.learners.initial import new_head
-from aquiline.training.settings import TrainSettings
 from aquiline.training.loop import train
+from aquiline.training.settings import TrainSettings
 from aquiline.training.validation import measure_acceptance
 from tests.prompts import PROMPTS
 

@@ -20,11 +20,11 @@ from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import SplitCounts, SplitWriter, open_training_set
 from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.heads_training import train_heads
+from aquiline.training.loop import train
 from aquiline.training.run_sets import open_sets
 from aquiline.training.settings import TrainSettings
 from aquiline.training.state import positions_to_keep
 from aquiline.training.step import StepReport, TrainingDiverged
-from aquiline.training.loop import train
 from tests.training.tiny_training import tiny_settings, write_set, write_target
 
 

@@ -148,8 +148,8 @@ def _setting(text: str) -> tuple[str, Any]:
 def _trainer(arguments: argparse.Namespace) -> Callable[[Mapping[str, Any], Path], None]:
     """Trains one head of the ablations; here, because measuring does not import training."""
     from aquiline.models.resolve import resolve_target
-    from aquiline.training.settings import TrainSettings
     from aquiline.training.loop import train
+    from aquiline.training.settings import TrainSettings
 
     target = str(resolve_target(arguments.target))
 

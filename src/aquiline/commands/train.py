@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     from aquiline.models.resolve import resolve_target
     from aquiline.training.heads_settings import KINDS, HeadsSettings
     from aquiline.training.heads_training import train_heads
+    from aquiline.training.loop import train
     from aquiline.training.processes import is_main_process
     from aquiline.training.settings import TrainSettings
-    from aquiline.training.loop import train
 
     heads = arguments.kind in KINDS
     given = _given(arguments, HeadsSettings if heads else TrainSettings)

@@ -29,9 +29,12 @@ from aquiline.training.features import (
 from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.learners.initial import draft_vocabulary
 from aquiline.training.learners.new_students import new_student, save_student
+from aquiline.training.learners.regression import Regression
+from aquiline.training.learners.student_validation import StudentAcceptance, measure_student
+from aquiline.training.learners.students import HeadsStudent, Student, counted, lesson, student_loss
+from aquiline.training.loop import TrainReport
 from aquiline.training.optim import make_optimisers, rate_factor, set_rate
 from aquiline.training.processes import refuse_several_processes
-from aquiline.training.learners.regression import Regression
 from aquiline.training.run_sets import RunSets, check_sets, open_sets
 from aquiline.training.running import (
     append_metrics,
@@ -46,9 +49,6 @@ from aquiline.training.settings import MAY_CHANGE
 from aquiline.training.state import keep_freed_memory, positions_to_keep
 from aquiline.training.step import TrainingDiverged
 from aquiline.training.stream import Mixture, micro_batches
-from aquiline.training.learners.student_validation import StudentAcceptance, measure_student
-from aquiline.training.learners.students import HeadsStudent, Student, counted, lesson, student_loss
-from aquiline.training.loop import TrainReport
 
 
 @dataclass(eq=False)

@@ -27,15 +27,15 @@ from aquiline.targets.target import Feature, Target, check_features
 from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.features import FeatureStore, announce_room, feature_stamp, open_features
 from aquiline.training.heads_settings import HeadsSettings
-from aquiline.training.learners.initial import draft_vocabulary, new_head
 from aquiline.training.learners.eagle import Learner, LossSettings, replicate
+from aquiline.training.learners.initial import draft_vocabulary, new_head
+from aquiline.training.learners.target_parts import embedding_table, read_out_rows
 from aquiline.training.optim import make_optimisers
 from aquiline.training.processes import shards_target, start_processes, take_from_main
 from aquiline.training.run_sets import RunSets, check_sets, open_sets
 from aquiline.training.settings import TrainSettings, changed_settings, settings_record
 from aquiline.training.sharding import load_sharded
 from aquiline.training.stream import Mixture
-from aquiline.training.learners.target_parts import embedding_table, read_out_rows
 
 
 @dataclass(eq=False)

@@ -13,8 +13,8 @@ from torch import Tensor
 from aquiline.drafters.eagle_network import EagleNetwork
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features, conversation_key, features_in_step
-from aquiline.training.learners.initial import fit_fusion
 from aquiline.training.learners.eagle import Example, build_micro_batch, counts, gradients, refresh, token_shift
+from aquiline.training.learners.initial import fit_fusion
 from aquiline.training.optim import rate_factor, set_rate
 from aquiline.training.processes import largest, take_from_main
 from aquiline.training.running import diverged

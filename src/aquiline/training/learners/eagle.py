@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from aquiline.drafters.eagle_network import Eagle3Network, Network, build_network
 from aquiline.targets.rope import RotaryTable
-from aquiline.training.losses import distribution_loss, feature_loss, restricted_probs
 from aquiline.training.learners.unroll import block_mask, unroll
+from aquiline.training.losses import distribution_loss, feature_loss, restricted_probs
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import DecoderLayer, decoder_layers
 from aquiline.targets.target import Feature, Target, eagle3_layers
 from aquiline.training.data.dataset import TrainingSet
+from aquiline.training.learners.target_parts import draft_layer, read_out_rows
 from aquiline.training.settings import TrainSettings
 from aquiline.training.sharding import whole
-from aquiline.training.learners.target_parts import draft_layer, read_out_rows
 
 
 def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet]) -> DraftHead:

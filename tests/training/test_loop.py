@@ -26,8 +26,8 @@ from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training import state
 from aquiline.training.data.dataset import open_training_set
-from aquiline.training.settings import TrainSettings, settings_record
 from aquiline.training.loop import TrainingDiverged, train
+from aquiline.training.settings import TrainSettings, settings_record
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
 

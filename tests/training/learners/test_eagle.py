@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from aquiline.training.data.dataset import TrainingSet
-from aquiline.training.learners.initial import draft_vocabulary
 from aquiline.training.learners.eagle import Example, build_micro_batch, counts
+from aquiline.training.learners.initial import draft_vocabulary
 from aquiline.training.optim import orthogonalise, rate_factor
 from aquiline.training.stream import Mixture, micro_batches
 
