@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import json
 import re
 import shlex
 from importlib import import_module
@@ -15,7 +16,15 @@ from aquiline.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parent.parent
 GUIDES = ("README.md", "docs/guide.md", "docs/training.md")
-DOCUMENTS = (*GUIDES, "CONTRIBUTING.md", "docs/heads.md", "docs/interop.md", "docs/findings.md")
+DOCUMENTS = (
+    *GUIDES,
+    "CONTRIBUTING.md",
+    "docs/benchmarks.md",
+    "docs/heads.md",
+    "docs/interop.md",
+    "docs/findings.md",
+)
+MEASURED = ROOT / "benchmarks" / "results" / "standard" / "results.json"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -66,6 +75,27 @@ def test_commands_and_options_in_the_text_exist(document: str) -> None:
         options = {word for word in words if word.startswith("--") and word != "--"}
         assert options <= allowed, f"{document}: {' '.join(words)}"
     assert found
+
+
+def test_the_figures_of_the_readme_were_measured() -> None:
+    """The headline and the table of four methods equal the committed results."""
+    results = json.loads(MEASURED.read_text(encoding="utf-8"))
+    cells = {c["method"]: c for c in results["summary"] if c["task"] == "all" and c["batch"] == 1}
+    equal = {a["method"]: f"{a['equal']} of {a['outputs']}" for a in results["agreement"] if a["batch"] == 1}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for method in ("auto", "eagle3:chain", "prompt-lookup", "eagle3:dynamic"):
+        plain, hf = cells[method]["speedup_vs_plain"], cells[method]["speedup_vs_hf"]
+        assert f"| {plain['median']:.2f}× | {hf['median']:.2f}× | {equal[method]} |" in text, method
+    plain, hf = cells["auto"]["speedup_vs_plain"], cells["auto"]["speedup_vs_hf"]
+    headline = text.split("\n## ")[0]
+    for figure in (f"{plain['median']:.2f}×", f"({plain['low']:.2f}–{plain['high']:.2f})", f"{hf['median']:.2f}×"):
+        assert figure in headline
+    assert equal["auto"] in headline
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+def test_users_need_nothing_outside_the_repository(document: str) -> None:
+    assert "../" not in (ROOT / document).read_text(encoding="utf-8").replace("](../", "](")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
