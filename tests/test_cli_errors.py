@@ -233,27 +233,6 @@ COMMANDS = {
         ("bench", "--methods", "medusa", "--target", "target", "--output", "nohead"),
         ("medusa needs a head", "aquiline train"),
     ),
-    "bench seeds": (("bench", "--seeds", "1"), ("--seeds has no effect without --ablations",)),
-    "ablations without data": (
-        ("bench", "--ablations", "--target", "target"),
-        ("no training data given", "aquiline prepare"),
-    ),
-    "ablations with both": (
-        ("bench", "--ablations", "x", "--head", "eagle=smollm2-eagle"),
-        ("leave the training sets",),
-    ),
-    "ablations given head": (("bench", "--ablations", "--head", "medusa=x"), ("unknown head 'medusa'", "eagle3")),
-    "ablations given form": (("bench", "--ablations", "--head", "eagle"), ("--head is 'eagle'", "NAME=FOLDER")),
-    "ablations setting": (
-        ("bench", "--ablations", "x", "--training", "speed=1"),
-        ("--training is given 'speed=1'", "NAME=VALUE"),
-    ),
-    "ablations head": (("bench", "--ablations", "x", "--heads", "y"), ("unknown head 'y'", "there are: eagle")),
-    "ablations method": (
-        ("bench", "--ablations", "x", "--methods", "plain"),
-        ("--methods has no effect on --ablations",),
-    ),
-    "ablations preset": (("bench", "--quick", "--ablations", "x"), ("--quick has no effect on --ablations",)),
     "tune folder": (("tune", "--output", "."), (". is a folder", "the file to write")),
     "tune temperature": (("tune", "--temperature", "-1"), ("temperature is -1", "≥ 0")),
     "tune prompts": (("tune", "--num-prompts", "1"), ("num_prompts is 1", "≥ 2")),

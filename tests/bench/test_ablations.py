@@ -7,17 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from aquiline.bench.ablations import AblationSettings, run_ablations
-from aquiline.bench.findings import COMPARISONS, EQUAL_DYNAMIC, HEADS, compare
 from aquiline.bench.methods import Bed, parse_method
-from aquiline.bench.positions import explained, position_profile
 from aquiline.bench.recorder import JudgedNode
-from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.checkpoints.eagle.safeailab import read_head, write_head
+from aquiline.drafters.eagle_network import EagleNetwork
 from aquiline.drafters.trees import EAGLE1_PATHS
+from aquiline.targets.loading import load_target
+from aquiline.training.features import compute_features
+from aquiline.training.learners.eagle import Example, Learner, build_micro_batch
 from aquiline.training.settings import TrainSettings
+from benchmarks.findings.__main__ import main, trainer
+from benchmarks.findings.ablations import AblationSettings, run_ablations
+from benchmarks.findings.comparisons import COMPARISONS, EQUAL_DYNAMIC, HEADS, HeadSpec, compare
+from benchmarks.findings.inputs import VARIANTS
+from benchmarks.findings.positions import explained, position_profile
 from tests import tiny
 from tests.tiny_tokenizers import byte_level
+from tests.training.tiny_training import tiny_settings, write_set, write_target
 
 VALIDATED = {"alpha": [0.5, 0.25], "tau_chain5": 1.625, "tau_tree": 1.75, "calibration_error": 0.1}
 
@@ -28,7 +36,7 @@ class Trainer:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
 
-    def __call__(self, fields: Mapping[str, Any], output: Path) -> None:
+    def __call__(self, spec: HeadSpec, fields: Mapping[str, Any], output: Path) -> None:
         self.asked.append((output.name, dict(fields)))
         head = tiny.head(fields["kind"], seed=fields["seed"], dtype=torch.float32)
         write_head(output / "head", head, torch.float32)
@@ -65,7 +73,7 @@ def test_heads_are_trained_once_measured_and_compared(tmp_path: Path, bed: Bed) 
     results = json.loads((tmp_path / "out" / "ablations.json").read_text())
     assert [name for name, _ in trainer.asked] == ["eagle-seed3", "eagle3-seed3", "eagle-seed4", "eagle3-seed4"]
     assert trainer.asked[0][1] == {
-        "kind": "eagle", "inputs": "feature+shifted", "data": ("set",), "total_positions": 5, "seed": 3, "lr": 0.5,
+        "kind": "eagle", "data": ("set",), "total_positions": 5, "seed": 3, "lr": 0.5,
         "batch_positions": 2048, "warmup_positions": 0, "decay_share": 0.7, "validate_positions": 50,
         "ttt_steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "feature_noise": 0.1, "muon_lr": 0.0,
         "features": "kept", "keep_layers": (2, 3, 4),
@@ -78,7 +86,9 @@ def test_heads_are_trained_once_measured_and_compared(tmp_path: Path, bed: Bed) 
     for finding in results["comparisons"]:
         for side in (finding["better"], finding["worse"]):
             cells = [
-                next(c for c in run["cells"] if c["method"] == side["method"] and c["batch"] == 1)
+                next(
+                    c for c in run["cells"] if c["method"] == side["method"] and c["batch"] == 1 and c["task"] == "all"
+                )
                 for run in results["runs"][side["head"]]
             ]
             assert side["tau"] == [cell["tau"]["value"] for cell in cells] and len(side["tau"]) == 2
@@ -189,4 +199,70 @@ def test_bad_settings(tmp_path: Path, bed: Bed) -> None:
             run_ablations(settings(tmp_path, **change), trainer, bed, quiet=True)
     assert not trainer.asked
     with pytest.raises(ValueError, match="left no head"):
-        run_ablations(settings(tmp_path, heads=("eagle",)), lambda fields, output: None, bed, quiet=True)
+        run_ablations(settings(tmp_path, heads=("eagle",)), lambda spec, fields, output: None, bed, quiet=True)
+
+
+def test_ablated_inputs_are_measured_teacher_forced_beside_engine_runs(tmp_path: Path, bed: Bed) -> None:
+    heads = ("eagle", "eagle-token", "eagle-feature")
+    results = run_ablations(settings(tmp_path, heads=heads, seeds=(3,)), Trainer(), bed, quiet=True).results
+    assert [c["task"] for c in results["runs"]["eagle-token"][0]["cells"]] == ["held-out"]
+    found = {c["name"]: c for c in results["comparisons"]}
+    assert found["feature-token"]["measured"] == "held-out" and found["tree-chain"]["measured"] == "engine"
+    with pytest.raises(ValueError, match=r"'eagle-token'.*trained"):
+        settings(tmp_path, data=(), heads=(), given=(("eagle-token", "x"),))
+
+
+def test_what_a_row_reads() -> None:
+    """Row t, which sees the rows before it, depends on x[t], x[t+1] and f[t] only as its variant says."""
+    expected = {
+        "shifted": (True, True, True), "unshifted": (True, False, True), "feature": (False, False, True),
+        "token": (True, True, False),
+    }  # fmt: skip
+    target, config = tiny.decoder("llama"), tiny.head("eagle").config
+    ids = torch.tensor(tiny.prompts(3, seed=2)[2])
+    final = compute_features(target, ids, ("final",))
+    row = len(ids) - 3
+    for inputs, reads in expected.items():
+        torch.manual_seed(0)
+        network = {"shifted": EagleNetwork, **VARIANTS}[inputs](config).double()
+        learner = Learner(network, target.lm_head.weight)
+
+        def stream(tokens: Tensor, final: Tensor, learner: Learner = learner) -> Tensor:
+            example = Example(tokens, torch.ones(len(tokens), dtype=torch.bool), final, final)
+            micro = build_micro_batch([example], target.embed_tokens.weight, 1)
+            with torch.no_grad():
+                return learner.streams(micro)[0][0, row]
+
+        changed = []
+        for offset in (0, 1):
+            other = ids.clone()
+            other[row + offset] = (other[row + offset] + 1) % tiny.VOCAB
+            changed.append((other, final))
+        changed.append((ids, final + torch.arange(len(ids))[:, None].eq(row)))
+        assert tuple(bool((stream(*c) != stream(ids, final)).any()) for c in changed) == reads, inputs
+
+
+@pytest.mark.parametrize("inputs", VARIANTS)
+def test_an_ablated_input_is_trained_and_measured_by_the_public_loop(tmp_path: Path, inputs: str) -> None:
+    write_target(tmp_path / "target")
+    write_set(tmp_path / "set", conversations=6, length=14)
+    wanted = tiny_settings(tmp_path, "out", kind="eagle", feature_weight=0.5, total_positions=60)
+    fields = {name: value for name, value in vars(wanted).items() if name not in ("target", "output")}
+    spec = next(spec for spec in HEADS if spec.inputs == inputs)
+    trainer(wanted.target)(spec, fields, tmp_path / "out")
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["loss"] > 0 and 1 <= records[-1]["tau_chain5"] <= 6
+    shape = load_target(tmp_path / "target", torch.float32).shape
+    with pytest.raises(ValueError, match=f"{inputs}.*ablation"):
+        read_head(tmp_path / "out" / "head", shape)
+
+
+def test_the_command_says_what_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["x", "--training", "speed=1"], "speed=1"),
+        (["--head", "eagle"], "NAME=FOLDER"),
+        (["x", "--heads", "y"], "eagle-token"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert said in capsys.readouterr().err

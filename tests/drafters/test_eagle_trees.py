@@ -24,7 +24,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3.1": {"kind": "eagle3", "norm_output": True, "fc_norm": True, "norm_before_residual": True},
     "eagle3 of two layers": {"kind": "eagle3", "num_layers": 2},
     "eagle": {"kind": "eagle"},
-    "eagle, unshifted": {"kind": "eagle", "inputs": "feature+unshifted"},
 }
 
 
@@ -48,11 +47,10 @@ def laws(name: str, row: int, path: tuple[int, ...]) -> tuple[tuple[float, int],
     """
     made, target, text = head(name), tiny.decoder("llama"), TEXTS[row]
     network, rotary = made.network, RotaryTable(made.config.layer.rope, torch.float64)
-    shifted = made.config.inputs == "feature+shifted"
     hidden, drafted = network.fuse(features(name, row)), list[int]()
     for token in (*path, None):
         tokens = [*text, *drafted]
-        embedded = target.embed(torch.tensor([tokens[1:] if shifted else tokens[:-1]]))
+        embedded = target.embed(torch.tensor([tokens[1:]]))
         positions = torch.arange(hidden.shape[1])[None]
         empty = new_draft_cache(network, 1, 64, 256)
         stream = forward_network(network, embedded, hidden, positions, None, empty, [0], rotary)[:, -1:]

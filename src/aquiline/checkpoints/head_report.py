@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aquiline.drafters.eagle_network import INPUTS, HeadConfig
+from aquiline.drafters.eagle_network import HeadConfig
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class HeadReport:
             ("rope", f"base {rope.theta:g}, {rope.kind} scaling"),
             ("target", f"hidden {config.target_hidden_size}, {config.vocab_size} tokens"),
             ("features", f"{', '.join(str(f) for f in config.features)} ({self.features})"),
-            *([] if config.inputs == INPUTS[0] else [("inputs", f"{config.inputs}: an ablation, for measuring only")]),
             ("drafts", f"{config.draft_vocab_size} tokens ({self.vocabulary})"),
             ("embedding", self.embedding),
             ("trained for", self.fingerprint or "not recorded"),

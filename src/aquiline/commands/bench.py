@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
-import typing
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from aquiline.commands.common import add_machine_options, add_target_option
 
 logger = logging.getLogger("aquiline")
-
-_SHARED = (
-    "target",
-    "output",
-    "questions",
-    "tasks",
-    "per_task",
-    "max_new_tokens",
-    "batch_sizes",
-    "dtype",
-    "device",
-    "threads",
-)
-"""Options of both kinds of run."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", action="append", metavar="KIND=FOLDER", help="head that does not ship (repeatable)")
     parser.add_argument("--questions", nargs="+", metavar="PATH", help="files or folders (default: the embedded set)")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="these alone")
-    parser.add_argument("--per-task", type=int, help="questions of each task (ablations: 0 for held-out data alone)")
+    parser.add_argument("--per-task", type=int, help="questions of each task")
     parser.add_argument("--max-new-tokens", type=int, help="budget of an answer")
     parser.add_argument("--temperatures", nargs="+", type=float, help="each is a run of its own (default: 0)")
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="rows decoded together")
@@ -56,24 +41,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="get the papers' questions from the model hub, as files for --questions, and end; "
         "--tasks and --per-task choose",
     )
-    group = parser.add_argument_group("the papers' findings, reproduced small")
-    group.add_argument(
-        "--ablations",
-        nargs="*",
-        metavar="SET",
-        help="train small heads on equal data (sets made by `prepare`) and compare; without sets, compare heads "
-        "that are there already, named by --head NAME=FOLDER",
-    )
-    group.add_argument("--positions", type=int, help="positions that each head is trained on (default: 300,000)")
-    group.add_argument("--seeds", nargs="+", type=int, help="each is one training of every head (default: 0 1 2)")
-    group.add_argument("--heads", nargs="+", metavar="NAME", help="these heads alone")
-    group.add_argument("--features", metavar="DIR", help="folder that keeps the target's features for all trainings")
-    group.add_argument(
-        "--training",
-        nargs="+",
-        metavar="NAME=VALUE",
-        help="settings of every training, as `aquiline train` names them (batch_positions=4096, data_weights=1,3)",
-    )
     add_machine_options(parser)
 
 
@@ -83,11 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _list(arguments.json)
     if arguments.download is not None:
         return _download(arguments)
-    if arguments.ablations is not None:
-        return _ablations(arguments)
-    for name in ("positions", "seeds", "heads", "features", "training"):
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name} has no effect without --ablations; add it or leave --{name} out")
     from aquiline.bench.runner import run_bench
     from aquiline.bench.settings import PRESETS, BenchSettings
 
@@ -107,81 +69,19 @@ def _download(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ablations(arguments: argparse.Namespace) -> int:
-    from aquiline.bench.ablations import AblationSettings, run_ablations
-
-    for name in ("methods", "temperatures", "batch_task", "seed", "cost_curve"):
-        if getattr(arguments, name) is not None:
-            option = "--no-cost-curve" if name == "cost_curve" else f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} has no effect on --ablations; leave one of the two out")
-    if arguments.preset != "standard":
-        raise ValueError(f"--{arguments.preset} has no effect on --ablations; leave one of the two out")
-    names = (*_SHARED, "positions", "seeds", "heads", "features")
-    training = tuple(_setting(text) for text in arguments.training or ())
-    given = tuple(_pair(text) for text in arguments.head or ())
-    settings = AblationSettings(
-        data=tuple(arguments.ablations), given=given, training=training, **_values(arguments, names)
-    )
-    report = run_ablations(settings, _trainer(arguments), quiet=arguments.quiet)
-    print(json.dumps(report.results) if arguments.json else report.markdown)
-    logger.info("results: %s", report.folder)
-    return 0
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """A setting of the trainer, of the kind that its default or its neighbours have."""
-    from aquiline.training.settings import TrainSettings
-
-    name, _, value = text.partition("=")
-    hint = typing.get_type_hints(TrainSettings).get(name)
-    if hint is None or not value:
-        raise ValueError(f"--training is given {text!r}; allowed: NAME=VALUE with a setting of `aquiline train --help`")
-    given: list[Any] = []
-    for part in value.split(","):
-        try:
-            given.append(json.loads(part))
-        except json.JSONDecodeError:
-            given.append(part)
-    return name, tuple(given) if "tuple" in str(hint) else given[0]
-
-
-def _trainer(arguments: argparse.Namespace) -> Callable[[Mapping[str, Any], Path], None]:
-    """Trains one head of the ablations; here, because measuring does not import training."""
-    from aquiline.models.resolve import resolve_target
-    from aquiline.training.loop import train
-    from aquiline.training.settings import TrainSettings
-
-    target = str(resolve_target(arguments.target))
-
-    def run_training(fields: Mapping[str, Any], output: Path) -> None:
-        report = train(TrainSettings(target=target, output=str(output), **fields), resume=True)
-        if report.stopped != "finished":
-            raise KeyboardInterrupt  # it caught the signal that was meant for all of us
-
-    return run_training
-
-
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = _values(arguments, (*_SHARED, "methods", "temperatures", "batch_task", "seed", "cost_curve"))
+    """The options that were given, as fields of `BenchSettings`."""
+    from aquiline.bench.settings import BenchSettings
+
+    names = {field.name for field in dataclasses.fields(BenchSettings)} - {"heads"}
+    values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     if arguments.methods:
         given["try_methods"] = ()  # what was asked for by name must run, and nothing else
         given["reference_every"] = 1  # and the time that the references save in a long list is not needed
     if arguments.head:
         given["heads"] = tuple(_head(text) for text in arguments.head)
     return given
-
-
-def _values(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options that were given, lists as tuples."""
-    values = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, folder = text.partition("=")
-    if not equals or not folder:
-        raise ValueError(f"--head is {text!r}; allowed: NAME=FOLDER")
-    return name, folder
 
 
 def _head(text: str) -> tuple[str, str]:

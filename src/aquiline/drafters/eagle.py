@@ -75,7 +75,6 @@ class EagleDrafter:
         self.head, self.target, self.policy = head, target, policy
         self.features = head.config.features
         weight = head.network.fc.weight
-        self._unshifted = head.config.inputs == "feature+unshifted"
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
         self._network: Network | PackedNetwork = (packed_network(head.network) if packed else None) or head.network
 
@@ -105,10 +104,7 @@ class EagleDrafter:
         for i, (row, count) in enumerate(zip(rows, num_new, strict=True)):
             if count:
                 # A copy: `features` may be a view into a buffer that the next forward reuses.
-                taken = tokens[i, :count].clone()
-                if self._unshifted:  # the token at the feature's own position
-                    taken = tokens.new_tensor(prefixes[i][-count - 1 : -1])
-                state.pending[row].append((taken, features[i, :count].clone()))
+                state.pending[row].append((tokens[i, :count].clone(), features[i, :count].clone()))
 
     def reset(self, row: int, length: int, state: EagleState) -> None:
         """See `Drafter.reset`. `length` tokens are length - 1 rows of (feature, next token)."""
@@ -229,8 +225,7 @@ class EagleDrafter:
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
         scores, tokens = self._candidates(state.logits[rows], k)  # (B, k) each
         pools = [_Pool(t, [-1] * len(t), s) for t, s in zip(tokens.tolist(), scores.tolist(), strict=True)]
-        above = root[:, None].expand(-1, k)
-        level = _Level(tokens, above, state.hidden[rows][:, None].expand(-1, k, -1), _eye(len(rows), k, root.device), 0)
+        level = _Level(tokens, state.hidden[rows][:, None].expand(-1, k, -1), _eye(len(rows), k, root.device), 0)
         indices = [list(range(k)) for _ in rows]  # pool index of each node of the level
         for depth in range(1, policy.depth):
             if _settled(pools, [max(s) for s in scores.tolist()], limit, floor):
@@ -281,8 +276,8 @@ class EagleDrafter:
                 break
             fed = tokens[:, [index[path] for path in inner]]
             if level is None:
-                above, count = root[:, None].expand(-1, len(inner)), len(inner)
-                level = _Level(fed, above, feedback.expand(-1, count, -1), _eye(batch, count, root.device), 0)
+                count = len(inner)
+                level = _Level(fed, feedback.expand(-1, count, -1), _eye(batch, count, root.device), 0)
             else:
                 fathers = torch.tensor([before.index(path[:-1]) for path in inner], device=root.device)
                 level = level.below(fed, feedback, fathers.expand(batch, -1))
@@ -302,8 +297,7 @@ class EagleDrafter:
         positions = (starts + depth - 1)[:, None].expand(-1, width)
         # A chain sees all that lies before it, which needs no mask.
         visible = None if width == 1 and level.visible.shape[2] == depth else level.visible
-        tokens = level.above if self._unshifted else level.tokens
-        return self._forward(tokens, level.hidden, positions, visible, state.cache, rows, level.offset)
+        return self._forward(level.tokens, level.hidden, positions, visible, state.cache, rows, level.offset)
 
     def _candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest (log-probability float32, target id) of each node."""
@@ -326,14 +320,12 @@ class _Level:
 
     Attributes:
         tokens: (B, W) int64.
-        above: (B, W) int64 tokens of their parents.
         hidden: (B, W, H) feedback of their parents.
         visible: (B, W, offset + W) bool over the slots of all levels fed so far and this one.
         offset: slots of the levels before.
     """
 
     tokens: Tensor
-    above: Tensor
     hidden: Tensor
     visible: Tensor
     offset: int
@@ -344,7 +336,6 @@ class _Level:
         inherited = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.shape[2]))
         return _Level(
             tokens=tokens,
-            above=self.tokens.gather(1, parents),
             hidden=feedback.gather(1, parents[:, :, None].expand(-1, -1, feedback.shape[2])),
             visible=torch.cat((inherited, _eye(len(tokens), width, tokens.device)), dim=2),
             offset=self.offset + self.tokens.shape[1],

@@ -29,9 +29,6 @@ from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConf
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Feature
 
-INPUTS = ("feature+shifted", "feature+unshifted", "feature", "token")
-"""What a row of an EAGLE-1/2 head may read; the first is the method."""
-
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -51,9 +48,6 @@ class HeadConfig:
         norm_before_fc: one RMSNorm over the concatenated features.
         fc_norm: 3.1's RMSNorm for each feature.
         norm_output: 3.1's feedback of the *normed* hidden state.
-        inputs: what a row of an EAGLE-1/2 head reads, the paper's ablation: "feature+shifted" (the
-            method: f[t] and x[t+1]), "feature+unshifted" (f[t] and x[t]), "feature" (f[t]) or
-            "token" (x[t+1]). All but the first are for measuring only.
     """
 
     kind: str
@@ -69,17 +63,12 @@ class HeadConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    inputs: str = "feature+shifted"
 
     def __post_init__(self) -> None:
         if self.kind not in ("eagle", "eagle3"):
             raise ValueError(f"head kind {self.kind!r} is not known; allowed: eagle, eagle3")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other")
-        if self.inputs not in INPUTS:
-            raise ValueError(f"head inputs {self.inputs!r} are not known; allowed: {', '.join(INPUTS)}")
-        if self.kind == "eagle3" and self.inputs != INPUTS[0]:
-            raise ValueError(f"inputs {self.inputs!r} are an ablation of EAGLE-1/2; an EAGLE-3 head has {INPUTS[0]!r}")
         if self.kind == "eagle" and (self.draft_vocab_size != self.vocab_size or self.features != ("final",)):
             raise ValueError('an EAGLE-1/2 head reads the feature "final" and drafts the whole vocabulary')
 
@@ -100,10 +89,7 @@ class EagleNetwork(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden_size
-        width = {"token": hidden, "feature": config.target_hidden_size}.get(
-            config.inputs, hidden + config.target_hidden_size
-        )
-        self.fc = nn.Linear(width, hidden, bias=config.fc_bias)
+        self.fc = nn.Linear(hidden + config.target_hidden_size, hidden, bias=config.fc_bias)
         self.layers = nn.ModuleList(DecoderLayer(config.layer, input_norm=i > 0) for i in range(config.num_layers))
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -112,9 +98,7 @@ class EagleNetwork(nn.Module):
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """What the fusing linear reads of embeddings and features, both (…, H)."""
-        if self.config.inputs == "token":
-            return embedded
-        return hidden if self.config.inputs == "feature" else torch.cat((embedded, hidden), dim=-1)
+        return torch.cat((embedded, hidden), dim=-1)
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Joins token embeddings and features, both (B, T, H), into the stream (B, T, H)."""
@@ -274,7 +258,7 @@ def forward_network(
 
     Args:
         network: the draft network.
-        embedded: (B, T, H) embeddings of the tokens, shifted unless the head's inputs say otherwise.
+        embedded: (B, T, H) embeddings of the shifted tokens.
         hidden: (B, T, H) fused target features, or the feedback of the step before.
         positions: (B, T) int64 feature positions.
         ancestors: (B, T, offset + T) bool among the uncommitted slots, or None for causal order.

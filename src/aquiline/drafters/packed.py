@@ -121,8 +121,7 @@ class PackedNetwork:
             before = self.config.norm_before_residual
             stream = self._run(embedded, hidden, *norms, before, self._layers, self._sizes, frame)
         else:
-            joined = {"token": embedded, "feature": hidden}.get(self.config.inputs)
-            joined = torch.cat((embedded, hidden), dim=-1) if joined is None else joined
+            joined = torch.cat((embedded, hidden), dim=-1)
             stream = self._run(linear(joined, self._fc), self._layers, self._sizes, frame)
         result: Tensor = stream.view(batch, width, -1)
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aquiline.drafters.eagle_network import HeadConfig, Network, build_network
 from aquiline.training.card import write_card
 from aquiline.training.processes import largest
 from aquiline.training.running import (
@@ -48,13 +50,20 @@ class TrainReport:
     stopped: str
 
 
-def train(settings: TrainSettings, *, resume: bool = False, overwrite: bool = False) -> TrainReport:
+def train(
+    settings: TrainSettings,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    build: Callable[[HeadConfig], Network] = build_network,
+) -> TrainReport:
     """Trains a draft head; leaves it with a model card in the folder ``head`` of the output.
 
     Args:
         settings: the run.
         resume: go on from the checkpoint in the output folder, where there is one.
         overwrite: start anew where there is one.
+        build: makes the network of a new head; a subclass of a public network trains a variant of it.
 
     Raises:
         ValueError: for settings, data or a checkpoint that do not fit together, and for a checkpoint that
@@ -64,7 +73,7 @@ def train(settings: TrainSettings, *, resume: bool = False, overwrite: bool = Fa
     threads = torch.get_num_threads()
     output = Path(settings.output)
     make_output(output, resume=resume, overwrite=overwrite)
-    run = start_run(settings)
+    run = start_run(settings, build)
     keep_freed_memory()  # not before: what loading freed goes back
     there = resume and _is_there(run, output / "checkpoint.pt")
     if resume and not there and run.main:

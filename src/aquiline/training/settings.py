@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aquiline.drafters.eagle_network import INPUTS
 from aquiline.training.losses import RULES
 
 MAY_CHANGE = (
@@ -45,8 +44,6 @@ class TrainSettings:
         keep_layers: further layers that the folder keeps, so that heads that read them can share it.
         limit_conversations: for each set, use only so many (0: all), to repeat cached features.
         layers: feature layers of an EAGLE-3 head, one or more; None: 2, n/2, n-3.
-        inputs: what an EAGLE-1 head reads, the paper's ablation: "feature+shifted" (the method),
-            "feature+unshifted", "feature" or "token". No engine but this one runs the other three.
         draft_vocab_size: ids that an EAGLE-3 head drafts (the vocabulary of `init` wins), and
             that the loss of an EAGLE-1 head is computed over.
         ttt_steps: unrolled steps; for EAGLE-1, more than 1 is HASS-style.
@@ -95,7 +92,6 @@ class TrainSettings:
     keep_layers: tuple[int, ...] = ()
     limit_conversations: tuple[int, ...] = ()
     layers: tuple[int, ...] | None = None
-    inputs: str = INPUTS[0]
     draft_vocab_size: int = 8192
     ttt_steps: int = 4
     step_decay: float = 0.8
@@ -127,10 +123,6 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.kind not in ("eagle3", "eagle"):
             raise ValueError(f"kind {self.kind!r} is not known; allowed: eagle3, eagle")
-        if self.inputs not in INPUTS:
-            raise ValueError(f"inputs {self.inputs!r} are not known; allowed: {', '.join(INPUTS)}")
-        if self.kind == "eagle3" and self.inputs != INPUTS[0]:
-            raise ValueError(f"inputs {self.inputs!r} have no effect on kind eagle3; allowed there: {INPUTS[0]}")
         if self.kind == "eagle" and self.layers is not None:
             raise ValueError(f"layers {self.layers} have no effect on kind eagle, which reads the final feature")
         if self.start not in ("target", "random"):

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.head_names import resolve_head
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.drafters.eagle_network import DraftHead
+from aquiline.drafters.eagle_network import DraftHead, HeadConfig, Network
 from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
@@ -106,7 +106,7 @@ def keep_freed_memory() -> None:
             libc.mallopt(option, value)
 
 
-def start_run(settings: TrainSettings) -> Run:
+def start_run(settings: TrainSettings, build: Callable[[HeadConfig], Network]) -> Run:
     """Loads the target and the data, and makes or reads the head.
 
     Raises:
@@ -121,7 +121,7 @@ def start_run(settings: TrainSettings) -> Run:
         target = load_target(settings.target, dtype, accelerator.device)
     _check_lengths(settings, target)
     sets = list(opened.train)
-    head = _first_head(settings, target, sets)
+    head = _first_head(settings, target, sets, build)
     take_from_main(accelerator, head.network.parameters())
     learner = _learner(settings, target, head, sets)
     optimisers = make_optimisers(
@@ -157,9 +157,11 @@ def start_run(settings: TrainSettings) -> Run:
     )
 
 
-def _first_head(settings: TrainSettings, target: Target, sets: list[TrainingSet]) -> DraftHead:
+def _first_head(
+    settings: TrainSettings, target: Target, sets: list[TrainingSet], build: Callable[[HeadConfig], Network]
+) -> DraftHead:
     if settings.init is None:
-        head = new_head(settings, target, sets)
+        head = new_head(settings, target, sets, build)
     else:
         head, _ = read_any_head(resolve_head(settings.init), target.shape)
         if head.config.kind != settings.kind:
@@ -167,8 +169,6 @@ def _first_head(settings: TrainSettings, target: Target, sets: list[TrainingSet]
                 f"{settings.init} is an {head.config.kind} head, the run is for {settings.kind}; "
                 f"say kind {head.config.kind}"
             )
-        if head.config.inputs != settings.inputs:
-            raise ValueError(f"{settings.init} reads inputs {head.config.inputs}; say inputs {head.config.inputs}")
     head.network.float().to(target.device).train()
     head.target_fingerprint = target_fingerprint(Path(settings.target))
     return head

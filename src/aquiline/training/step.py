@@ -13,7 +13,7 @@ from torch import Tensor
 from aquiline.drafters.eagle_network import EagleNetwork
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features, conversation_key, features_in_step
-from aquiline.training.learners.eagle import Example, build_micro_batch, counts, gradients, refresh, token_shift
+from aquiline.training.learners.eagle import Example, build_micro_batch, counts, gradients, refresh
 from aquiline.training.learners.initial import fit_fusion
 from aquiline.training.optim import rate_factor, set_rate
 from aquiline.training.processes import largest, take_from_main
@@ -59,12 +59,11 @@ def optimiser_step(run: Run) -> StepReport:
     for replica in run.replicas:
         refresh(replica, run.learner)
     run.free = list(run.replicas)
-    shift = token_shift(run.head.config.inputs)
 
     def work(group: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         torch.set_num_threads(1)
         examples = [_example(run, *chosen[i], *texts[i], ahead) for i in group]
-        micro = build_micro_batch(examples, run.embedding, settings.ttt_steps, pack=settings.pack, shift=shift)
+        micro = build_micro_batch(examples, run.embedding, settings.ttt_steps, pack=settings.pack)
         replica = run.free.pop()
         result = gradients(replica, micro, scales)
         run.free.append(replica)
@@ -108,8 +107,7 @@ def fit_start(run: Run, positions: int = 40_000) -> float:
 
     finals = list(run.pool.map(features, range(len(chosen))))
     # Row 0 is left out: the first token's states are unlike all others.
-    shift = token_shift(network.config.inputs)
-    tokens = torch.cat([tokens[1 + shift :][: len(tokens) - 2] for tokens, _ in texts])
+    tokens = torch.cat([tokens[2:] for tokens, _ in texts])
     embedded = run.target.embed(tokens)
     now, after = torch.cat([f[1:-1] for f in finals]), torch.cat([f[2:] for f in finals])
     share = fit_fusion(network, embedded, now, after)

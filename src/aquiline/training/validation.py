@@ -19,7 +19,7 @@ from aquiline.drafters.eagle_network import DraftHead
 from aquiline.drafters.trees import EAGLE1_PATHS
 from aquiline.targets.target import Target
 from aquiline.training.features import compute_features
-from aquiline.training.learners.eagle import Example, Learner, MicroBatch, build_micro_batch, replicate, token_shift
+from aquiline.training.learners.eagle import Example, Learner, MicroBatch, build_micro_batch, replicate
 from aquiline.training.learners.target_parts import embedding_table, read_out_rows
 
 _TOP = 10
@@ -160,8 +160,7 @@ def _measure(
     width = hidden * len(head.config.features)
     example = Example(tokens, mask, both[:, :width], both[:, -hidden:])
     rows = len(tokens) - 1
-    shift = token_shift(head.config.inputs)
-    micro = build_micro_batch([example], embedding, steps, shift=shift)
+    micro = build_micro_batch([example], embedding, steps)
     best, confidence = _best(learner, micro, head)
     truth = target.project(example.final).argmax(-1)
     rank = torch.full((steps, rows), _TOP, dtype=torch.int64, device=tokens.device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import commit
-from aquiline.drafters.eagle_network import INPUTS, HeadConfig, Network, build_network, forward_network, new_draft_cache
+from aquiline.drafters.eagle_network import HeadConfig, Network, build_network, forward_network, new_draft_cache
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, RotaryTable
 from aquiline.training.learners import causal_attention
@@ -127,7 +127,6 @@ def draft_step_by_step(
         ("eagle3", {"norm_output": True, "fc_norm": True}),
         ("eagle3", {"num_layers": 2}),
         ("eagle", {}),
-        *(("eagle", {"inputs": inputs}) for inputs in INPUTS[1:]),
     ],
 )
 def test_unrolled_rows_equal_drafting_step_by_step(kind: str, switches: dict[str, object]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.eagle.vocabulary import membership, offsets
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.drafters.eagle_network import INPUTS, DraftHead, HeadConfig
+from aquiline.drafters.eagle_network import DraftHead, HeadConfig
 from aquiline.targets.rope import RopeConfig
 from aquiline.targets.target import TargetShape
 
@@ -63,8 +63,6 @@ def native_config(stored: StoredHead) -> dict[str, Any]:
         result["qkv_bias"] = True
     if config.kind == "eagle3":
         result["eagle_aux_hidden_state_layer_ids"] = list(config.features)
-    if config.inputs != INPUTS[0]:
-        result["aquiline_inputs"] = config.inputs
     if stored.fingerprint:
         result["aquiline_target_fingerprint"] = stored.fingerprint
     return result

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.config_kinds import check_sizes
 from aquiline.checkpoints.eagle.layer_ids import LayerIds
-from aquiline.drafters.eagle_network import INPUTS, DraftHead, HeadConfig, build_network
+from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, rope_from_hf
 from aquiline.targets.target import TargetShape
@@ -110,6 +110,9 @@ def head_config(
 def _head_config(
     kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer_ids: LayerIds | None
 ) -> HeadConfig:
+    inputs = config.get("aquiline_inputs") or "feature+shifted"
+    if inputs != "feature+shifted":
+        raise ValueError(f"aquiline_inputs is {inputs!r}, an ablation that cannot draft; train the head again")
     eagle3 = kind == "eagle3"
     layer = _layer_config(kind, config, tensors)
     return HeadConfig(
@@ -126,7 +129,6 @@ def _head_config(
         norm_before_fc=bool(config.get("norm_before_fc", False)),
         fc_norm=bool(config.get("fc_norm", False)),
         norm_output=bool(config.get("norm_output", False)),
-        inputs=config.get("aquiline_inputs") or INPUTS[0],
     )
 
 

@@ -22,7 +22,7 @@ from aquiline.checkpoints.eagle.speculators import speculators_config
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.export.openvino import convert_to_openvino
 from aquiline.checkpoints.heads import read_stored_head
-from aquiline.drafters.eagle_network import INPUTS, DraftHead, HeadConfig
+from aquiline.drafters.eagle_network import DraftHead, HeadConfig
 from aquiline.targets.target import Feature, TargetShape, eagle3_layers
 
 DRAFT_TOKENS = 3
@@ -181,7 +181,6 @@ def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
     unknown = [flag for flag in _ALL_FLAGS if getattr(config, flag) and flag not in engine.flags]
     checks = [
         (config.kind == "eagle" and not engine.eagle1, "it knows EAGLE-3 heads only, this is an EAGLE-1/2 head"),
-        (config.inputs != INPUTS[0], f"it runs inputs {INPUTS[0]!r} only, this head is an ablation, {config.inputs!r}"),
         (config.fc_bias and config.kind not in engine.fc_bias, "it ignores the bias of fc in silence"),
         (layer.qkv_bias and config.kind not in engine.qkv_bias, "it has no biases on q, k and v in this head"),
         (layer.o_bias or layer.mlp_bias, "biases in the output projection or the MLP were never tried with it"),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aquiline.drafters.eagle_network import Eagle3Network, Network, build_network
+from aquiline.drafters.eagle_network import Eagle3Network, Network
 from aquiline.targets.rope import RotaryTable
 from aquiline.training.learners.unroll import block_mask, unroll
 from aquiline.training.losses import distribution_loss, feature_loss, restricted_probs
@@ -49,7 +49,7 @@ class MicroBatch:
     """B padded or packed rows of T feature positions, unrolled for some steps.
 
     Attributes:
-        embedded: per step, (B, T, H) embeddings of x[t+1+i], or x[t+i] where a head reads unshifted tokens.
+        embedded: per step, (B, T, H) embeddings of x[t+1+i].
         features: (B, T, F).
         positions: (B, T) int64.
         block_mask: (B, T, T) additive, or None for causal rows.
@@ -72,9 +72,7 @@ def counts(masks: Sequence[Tensor], steps: int) -> list[int]:
     return [sum(int(mask[2 + step :].sum()) for mask in masks) for step in range(steps)]
 
 
-def build_micro_batch(
-    examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False, shift: int = 1
-) -> MicroBatch:
+def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False) -> MicroBatch:
     """Lays conversations out as rows.
 
     Args:
@@ -82,7 +80,6 @@ def build_micro_batch(
         embedding: (V, H) frozen embedding.
         steps: unrolled steps.
         pack: put all into one row, with a block mask, instead of padding.
-        shift: row t of step i holds the token x[t+shift+i]; see `token_shift`.
     """
     sizes = [len(example.tokens) - 1 for example in examples]
     width = sum(sizes) if pack else max(sizes)
@@ -102,7 +99,7 @@ def build_micro_batch(
         positions[span] = torch.arange(size, device=device)
         segments[span] = number
         for step in range(steps):
-            shifted = example.tokens[shift + step :][:size]
+            shifted = example.tokens[1 + step :][:size]
             tokens[step, start : start + len(shifted)] = shifted
         targets = example.mask[2:].nonzero()[:, 0] + 1
         finals.append(example.final[targets])
@@ -121,11 +118,6 @@ def build_micro_batch(
         wanted=tuple(torch.cat(w) for w in wanted),
         final=torch.cat(finals),
     )
-
-
-def token_shift(inputs: str) -> int:
-    """Places by which the token of a row lies ahead of its feature, for a head with these inputs."""
-    return 0 if inputs == "feature+unshifted" else 1
 
 
 @dataclass(frozen=True)
@@ -223,7 +215,7 @@ class Learner(nn.Module):
 
 def replicate(learner: Learner) -> Learner:
     """A copy in the compute dtype, for one worker; `refresh` brings it up to date."""
-    network = build_network(learner.network.config).to(learner.target_head)
+    network = type(learner.network)(learner.network.config).to(learner.target_head)
     replica = Learner(network, learner.target_head, learner.loss, recompute=learner.recompute)
     refresh(replica, learner)
     return replica

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from aquiline.drafters.eagle_network import (
     Eagle3Network,
     EagleNetwork,
     HeadConfig,
+    Network,
     build_network,
 )
 from aquiline.targets.decoder import Decoder
@@ -25,7 +26,12 @@ from aquiline.training.settings import TrainSettings
 from aquiline.training.sharding import whole
 
 
-def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet]) -> DraftHead:
+def new_head(
+    settings: TrainSettings,
+    target: Target,
+    sets: Iterable[TrainingSet],
+    build: Callable[[HeadConfig], Network] = build_network,
+) -> DraftHead:
     """Makes an untrained head: random, or as close to the target as its shape allows.
 
     EAGLE-3: the decoder layer gets the weights of the target's last layer (q, k and v on the
@@ -37,9 +43,10 @@ def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet
     (`fit_fusion` then finds a better beginning from data).
 
     Args:
-        settings: kind, layers, inputs, vocabulary size, start and seed.
+        settings: kind, layers, vocabulary size, start and seed.
         target: the target.
         sets: training sets, for the draft vocabulary.
+        build: makes the network of a configuration.
     """
     shape = target.shape
     eagle3 = settings.kind == "eagle3"
@@ -57,11 +64,10 @@ def new_head(settings: TrainSettings, target: Target, sets: Iterable[TrainingSet
         target_hidden_size=shape.hidden_size,
         features=layers,
         max_positions=shape.max_positions,
-        inputs=settings.inputs,
         fc_norm=eagle3 and not isinstance(target, Decoder),
     )
     torch.manual_seed(settings.seed)
-    network = build_network(config)
+    network = build(config)
     if settings.start == "random":
         return DraftHead(network, vocabulary)
     with torch.no_grad():
@@ -108,9 +114,8 @@ def _copy(source: nn.Module, into: nn.Module) -> None:
 
 def _start_eagle(network: EagleNetwork) -> None:
     hidden = network.config.hidden_size
-    if network.config.inputs != "token":
-        network.fc.weight.mul_(0.1)
-        network.fc.weight[:, -hidden:] += torch.eye(hidden)
+    network.fc.weight.mul_(0.1)
+    network.fc.weight[:, -hidden:] += torch.eye(hidden)
     layer = decoder_layers(network.layers)[0]
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()

@@ -12,24 +12,33 @@ from typing import Any
 import torch
 
 from aquiline.bench.environment import environment
-from aquiline.bench.findings import COMPARISONS, HEADS, HeadSpec, comparable, compare, is_overall, render_findings
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, make_method, parse_method
-from aquiline.bench.positions import position_profile
 from aquiline.bench.recorder import JudgedNode, judged_nodes, recorded
 from aquiline.bench.runner import encode_turns, open_bed, run_bench
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
 from aquiline.checkpoints.head_names import resolve_head
 from aquiline.targets.target import eagle3_layers
+from benchmarks.findings.comparisons import (
+    COMPARISONS,
+    HEADS,
+    HELD_OUT,
+    HeadSpec,
+    comparable,
+    compare,
+    is_overall,
+    render_findings,
+)
+from benchmarks.findings.positions import position_profile
 
 logger = logging.getLogger("aquiline")
 
 SCHEMA = 1
 
-TrainHead = Callable[[Mapping[str, Any], Path], None]
-"""Trains a head: (fields of `TrainSettings`, output folder); resumes what lies there, and leaves
-the head in the folder's ``head``. Given by the caller, because measuring does not import training."""
+TrainHead = Callable[[HeadSpec, Mapping[str, Any], Path], None]
+"""Trains a head: (which one, fields of `TrainSettings`, output folder); resumes what lies there, and
+leaves the head in the folder's ``head`` and its measurements in ``metrics.jsonl``."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,9 @@ class AblationSettings:
             )
         if self.given and (self.data or self.heads):
             raise ValueError("heads are given, so none is trained: leave the training sets and the heads to train out")
+        for name, _ in self.given:
+            if next(spec for spec in HEADS if spec.name == name).inputs:
+                raise ValueError(f"head {name!r} is an ablation that no engine runs; it is trained, not given")
         if self.given and not self.per_task:
             raise ValueError("per_task is 0, and heads that are given have no held-out conversations; allowed: ≥ 1")
 
@@ -198,7 +210,7 @@ def _trained(settings: AblationSettings, spec: HeadSpec, seed: int, folder: Path
             **spec.training(bed.target.shape.num_layers), **dict(settings.training),
         }  # fmt: skip
         logger.info("training %s, seed %d", spec.name, seed)
-        train(fields, output)
+        train(spec, fields, output)
         if not (output / "head").is_dir():
             raise ValueError(f"the training of {spec.name} left no head in {output / 'head'}")
         mark.write_text("")
@@ -230,7 +242,7 @@ def _held_out_cells(spec: HeadSpec, validation: Mapping[str, Mapping[str, Any]])
         if field is None:
             continue
         for record in list(validation.values())[:1]:
-            cell = {"method": method, "task": "held-out", "batch": 1, "tau": {"value": record[field]}}
+            cell = {"method": method, "task": HELD_OUT, "batch": 1, "tau": {"value": record[field]}}
             if field == "tau_chain5":
                 cell |= {"alpha": record["alpha"], "ece": record["calibration_error"]}
             cells.append(cell)
@@ -242,8 +254,9 @@ def _measured(
 ) -> dict[str, Any]:
     """τ, n-α and the rest of the head's methods, as cells over all tasks."""
     validation = _validated(_head_folder(folder, spec.name, seed))
-    if not settings.per_task:
-        return {"seed": seed, "cells": _held_out_cells(spec, validation), "agreement": [], "validation": validation}
+    held_out = _held_out_cells(spec, validation)
+    if not settings.per_task or spec.inputs:
+        return {"seed": seed, "cells": held_out, "agreement": [], "validation": validation}
     first = seed == settings.seeds[0]
     chosen = BenchSettings(
         target=settings.target,
@@ -265,7 +278,7 @@ def _measured(
     cells = [cell for cell in results["summary"] if cell["method"] != "plain" and is_overall(cell)]
     return {
         "seed": seed,
-        "cells": cells,
+        "cells": [*cells, *held_out],
         "agreement": results["agreement"],
         "validation": validation,
     }

@@ -8,6 +8,9 @@ from typing import Any
 
 from aquiline.bench.metrics import FIRST_TURNS
 
+HELD_OUT = "held-out"
+"""Task of what is measured teacher-forced."""
+
 BATCH_METHOD = "eagle3:chain"
 """Method whose speedup is measured by batch size."""
 
@@ -27,13 +30,16 @@ class HeadSpec:
         kind: "eagle" or "eagle3".
         fields: what differs from the other heads: (field of the training settings, value) pairs.
             The value "top" for layers stands for the target's last boundary.
-        methods: what it is measured with.
+        methods: what the engine measures it with. The fixed tree and the chain are also measured
+            teacher-forced, on held-out conversations.
+        inputs: key of `benchmarks.findings.inputs.VARIANTS`, for a head that no engine runs.
     """
 
     name: str
     kind: str
     fields: tuple[tuple[str, Any], ...]
     methods: tuple[str, ...]
+    inputs: str | None = None
 
     def training(self, num_layers: int) -> dict[str, Any]:
         """Fields of the training settings for a target of `num_layers` layers."""
@@ -53,10 +59,10 @@ _CHAIN = ("eagle:chain",)
 _CHAIN3 = (BATCH_METHOD,)
 
 HEADS = (
-    HeadSpec("eagle", "eagle", (*_EAGLE1, ("inputs", "feature+shifted")), _EAGLE_TREES),
-    HeadSpec("eagle-unshifted", "eagle", (*_EAGLE1, ("inputs", "feature+unshifted")), _CHAIN),
-    HeadSpec("eagle-feature", "eagle", (*_EAGLE1, ("inputs", "feature")), _CHAIN),
-    HeadSpec("eagle-token", "eagle", (*_EAGLE1, ("inputs", "token")), _CHAIN),
+    HeadSpec("eagle", "eagle", _EAGLE1, _EAGLE_TREES),
+    HeadSpec("eagle-unshifted", "eagle", _EAGLE1, _CHAIN, "unshifted"),
+    HeadSpec("eagle-feature", "eagle", _EAGLE1, _CHAIN, "feature"),
+    HeadSpec("eagle-token", "eagle", _EAGLE1, _CHAIN, "token"),
     HeadSpec("eagle3", "eagle3", (), _EAGLE3_TREES),
     HeadSpec("eagle3-feature-loss", "eagle3", (("feature_weight", 1.0),), _CHAIN3),
     HeadSpec("eagle3-top-feature", "eagle3", (("layers", "top"),), _CHAIN3),
@@ -160,26 +166,34 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def comparable(comparison: Comparison, runs: Runs) -> bool:
-    """Whether both sides of a finding were measured."""
-    return all(head in runs and _values(runs, head, method)["tau"] for head, method in _sides(comparison))
+    """Whether both sides of a finding were measured in the same way."""
+    return _measured_sides(comparison, runs) is not None
 
 
-def _sides(comparison: Comparison) -> tuple[tuple[str, str], tuple[str, str]]:
-    return comparison.better, comparison.worse
+def _measured_sides(comparison: Comparison, runs: Runs) -> tuple[str, list[dict[str, list[Any]]]] | None:
+    """("engine" or "held-out", the better and the worse side), the engine first; None: not measured alike."""
+    for way in ("engine", HELD_OUT):
+        sides = [_values(runs, *side, way) for side in (comparison.better, comparison.worse)]
+        if all(side["tau"] for side in sides):
+            return way, sides
+    return None
 
 
 def compare(comparison: Comparison, runs: Runs) -> dict[str, Any]:
     """τ and n-α of both sides over all seeds, and whether the paper's order holds.
 
     Returns:
-        ``holds``: the means are in the paper's order; ``separated``: every seed of the better
-        side lies above every seed of the other.
+        ``measured``: "engine" or "held-out", for both sides; ``holds``: the means are in the
+        paper's order; ``separated``: every seed of the better side lies above every seed of the other.
     """
-    better, worse = (_values(runs, *side) for side in _sides(comparison))
+    found = _measured_sides(comparison, runs)
+    assert found is not None, "see `comparable`"
+    way, (better, worse) = found
     return {
         "name": comparison.name,
         "claim": comparison.claim,
         "paper": comparison.paper,
+        "measured": way,
         "better": {"head": comparison.better[0], "method": comparison.better[1], **better},
         "worse": {"head": comparison.worse[0], "method": comparison.worse[1], **worse},
         "holds": _mean(better["tau"]) > _mean(worse["tau"]),
@@ -187,10 +201,12 @@ def compare(comparison: Comparison, runs: Runs) -> dict[str, Any]:
     }
 
 
-def _values(runs: Runs, head: str, method: str) -> dict[str, list[Any]]:
+def _values(runs: Runs, head: str, method: str, way: str) -> dict[str, list[Any]]:
+    """τ and the rest over all seeds, from the engine or from held-out conversations."""
     cells = [
-        cell for run in runs[head] for cell in run["cells"]
+        cell for run in runs.get(head, ()) for cell in run["cells"]
         if (cell["method"], cell["batch"]) == (method, 1) and not _of_first_turns(cell)
+        and (cell.get("task") == HELD_OUT) == (way == HELD_OUT)
     ]  # fmt: skip
     return {
         "tau": [cell["tau"]["value"] for cell in cells],
@@ -228,7 +244,7 @@ def render_findings(results: Mapping[str, Any]) -> str:
             seeds = len(c["better"]["tau"]) * len(c["worse"]["tau"])
             order = "holds" if seeds == 1 else "holds in every seed" if c["separated"] else "holds on average"
         sides = [f"{s['head']}, {s['method']}: {_spread(s['tau'])}" for s in (c["better"], c["worse"])]
-        lines.append(f"| {c['claim']} | {sides[0]} | {sides[1]} | {order} | {c['paper']} |")
+        lines.append(f"| {c['claim']} ({c['measured']}) | {sides[0]} | {sides[1]} | {order} | {c['paper']} |")
     lines += ["", *_alpha_lines(results["runs"]), *_validation_lines(results["runs"]), *_batch_lines(results["runs"])]
     if results["positions"]:
         lines += _position_lines(results["positions"])
@@ -250,7 +266,10 @@ def _alpha_lines(runs: Runs) -> list[str]:
     lines = ["n-α of chains, mean over seeds, and ECE:", "", "| head | 0-α | 1-α | 2-α | 3-α | 4-α | ECE |"]
     lines.append("|---|---|---|---|---|---|---|")
     for head in runs:
-        values = _values(runs, head, "eagle:chain" if head.startswith("eagle-") or head == "eagle" else BATCH_METHOD)
+        method = "eagle:chain" if head.startswith("eagle-") or head == "eagle" else BATCH_METHOD
+        values = _values(runs, head, method, "engine")
+        if not values["alpha"]:
+            values = _values(runs, head, method, HELD_OUT)
         if not values["alpha"]:
             continue
         depth = min(5, *(len(alpha) for alpha in values["alpha"]))
@@ -292,7 +311,7 @@ def _batch_lines(runs: Runs) -> list[str]:
     lines = ["", "Speedup of a chain by batch size, first turns:", ""]
     for head, seeds in runs.items():
         cells = sorted(seeds[0]["cells"], key=_of_first_turns)  # these win over the cell with both turns
-        mine = {c["batch"]: c for c in cells if c["method"] == BATCH_METHOD}
+        mine = {c["batch"]: c for c in cells if c["method"] == BATCH_METHOD and c["task"] != HELD_OUT}
         if len(mine) > 1:
             values = [f"{size}: {mine[size]['speedup_vs_plain']['median']:.2f}x" for size in sorted(mine)]
             lines.append(f"- {head}: {', '.join(values)}")
