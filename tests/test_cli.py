@@ -117,7 +117,7 @@ def test_profile_shows_every_phase(aquiline: Any) -> None:
         (("--top-p", "0.5"), "--top-p has no effect at temperature 0"),
         (("--top-k", "5"), "--top-k has no effect at temperature 0"),
         (("--min-p", "0.5"), "--min-p has no effect at temperature 0"),
-        (("--n", "2"), "--n 2 gives the same output 2 times"),
+        (("--n", "2"), "--n 2 repeats the same output 2 times"),
         (("--draft", "none", "--tree", "chain:3"), "--tree has no effect with --draft none"),
         (("--draft", "none", "--lossy", "typical"), "--lossy has no effect with --draft none"),
     ],

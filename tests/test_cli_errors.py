@@ -58,7 +58,7 @@ VALUES = {
     "n": (("--n", "0"), ("n is 0", "≥ 1")),
     "stop": (("--stop", ""), ("stop is", "non-empty")),
     "rows": (("--rows", "0"), ("max_rows is 0", "≥ 1")),
-    "threads": (("--threads", "0"), ("--threads is 0", "≥ 1")),
+    "threads": (("--threads", "0"), ("--threads is 0", "1 …")),
     "dtype": (("--dtype", "int4"), ("--dtype", "'int4'", "'bfloat16'")),
     "beams": (("--num-beams", "4"), ("unknown arguments: --num-beams 4", "generate --help")),
     "tree form": (("--tree", "bush:3"), ("'bush:3' is not a tree", "chain:DEPTH")),
@@ -71,7 +71,7 @@ VALUES = {
     "tree of lookup": (("--draft", "prompt-lookup", "--tree", "static"), ("prompt lookup drafts chains", "Chain")),
     "lossy form": (("--lossy", "vague"), ("'vague' is not a rule", "typical")),
     "lossy greedy": (("--lossy", "typical"), ("temperature is 0", "temperature > 0")),
-    "file and words": (("--file", "x.txt"), ("both as arguments and by --file", "use one")),
+    "file and words": (("--file", "x.txt"), ("--file", "use one")),
     "no target": (("--target", "nosuch"), ("unknown target 'nosuch'", "smollm2", "hub id")),
     "no draft": (("--draft", "nosuch"), ("unknown draft head 'nosuch'", "prompt-lookup", "hub id")),
     "head as target": (("--target", "head"), ("holds a draft head", "give it as the draft")),
@@ -109,13 +109,11 @@ def test_prompt_files(aquiline: Any, base: Path) -> None:
     (base / "blank.txt").write_text("\n\n")
     assert_refused(aquiline("generate", "--file", "blank.txt"), "blank.txt holds no prompt")
     (base / "list.json").write_text('["one",\n"two"]')
-    assert_refused(aquiline("generate", "--file", "list.json"), "'list.json' is JSON", "on each line of a .jsonl file")
+    assert_refused(aquiline("generate", "--file", "list.json"), "'list.json' is JSON", ".jsonl")
     (base / "latin.txt").write_bytes("é".encode("latin-1"))
     assert_refused(aquiline("generate", "--file", "latin.txt"), "UTF-8")
     long = "x " * 600
-    assert_refused(
-        aquiline("generate", long, "--target", "target"), "the context of this model is 512", "shorten the prompt"
-    )
+    assert_refused(aquiline("generate", long, "--target", "target"), "512", "shorten the prompt")
 
 
 HEADS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -195,7 +193,7 @@ def test_models_that_are_no_targets(aquiline: Any, base: Path) -> None:
     transformers.ViTModel(
         transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     ).save_pretrained(base / "vit")
-    assert_refused(aquiline("generate", "x", "--target", "vit"), "no causal language model", "'vit'")
+    assert_refused(aquiline("generate", "x", "--target", "vit"), "not a causal language model", "'vit'")
     (base / "nothing").mkdir()
     assert_refused(aquiline("generate", "x", "--target", "nothing"), "nothing has no config.json")
     assert_refused(
@@ -212,13 +210,13 @@ COMMANDS = {
         ("it knows EAGLE-3 heads only", "Formats that can hold it: safeailab, vllm"),
     ),
     "gguf without the target's": (("export", "head", "--to", "gguf", "--target", "target"), ("the target's own GGUF",)),
-    "serve without engine": (("serve",), ("--engine is None", "allowed: vllm", "no server of its own yet")),
+    "serve without engine": (("serve",), ("--engine is None", "allowed: vllm")),
     "serve engine": (("serve", "--engine", "tgi"), ("--engine is 'tgi'", "vllm")),
     "serve json": (("serve", "--engine", "vllm", "--json"), ("--dry-run",)),
     "serve no head": (("serve", "--engine", "vllm", "--target", "target"), ("no shipped head", "aquiline train")),
     "serve own flag": (
         ("serve", "--engine", "vllm", "--target", "target", "--draft", "head", "--dry-run", "--", "-sc", "{}"),
-        ("-sc is composed here",),
+        ("-sc", "instead"),
     ),
     "serve tokens": (
         ("serve", "--engine", "vllm", "--target", "target", "--draft", "head", "--dry-run", "--draft-tokens", "0"),

@@ -102,12 +102,12 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "tensor": (torch.tensor([1, 2]), "not Tensor"),
     "array": (numpy.array([1, 2]), "not ndarray"),
     "booleans": ([True, False], "True in the prompt is neither"),
-    "no role": ([{"content": "x"}], "is no message; allowed: {'role'"),
-    "role of another kind": ([{"role": 5, "content": "x"}], "is no message"),
+    "no role": ([{"content": "x"}], "is not a message; allowed: {'role'"),
+    "role of another kind": ([{"role": 5, "content": "x"}], "is not a message"),
     "content of another kind": ([{"role": "user", "content": 5}], "a message has content 5; allowed: a text"),
     "part without a text": ([{"role": "user", "content": [{"type": "text"}]}], "content of type 'text'"),
-    "messages and texts": ([{"role": "user", "content": "x"}, "y"], "'y' is no message"),
-    "half a character": ("\ud800", "no Unicode text"),
+    "messages and texts": ([{"role": "user", "content": "x"}, "y"], "'y' is not a message"),
+    "half a character": ("\ud800", "UTF-8"),
 }
 
 
@@ -149,7 +149,7 @@ def test_chats(loaded: aquiline.Loaded, base: Path) -> None:
     with pytest.raises(TypeError, match="params is 5; allowed: SamplingParams"):
         session.send("x", 5)  # type: ignore[arg-type]
     session.send("x " * 200, max_new_tokens=1)
-    with pytest.raises(ValueError, match=r"has grown to \d+ tokens .* context of 512; begin a new one"):
+    with pytest.raises(ValueError, match=r"\d+ tokens .* 512; begin a new one"):
         session.send("x " * 100)
     with pytest.raises(ValueError, match="a chat needs a tokenizer with a chat template"):
         aquiline.load(base / "bare", None).chat()
@@ -163,7 +163,7 @@ def test_grammars(loaded: aquiline.Loaded) -> None:
         regex(loaded, "a")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="source is 5; allowed: a text"):
         regex(loaded.engine, 5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the schema is no JSON"):
+    with pytest.raises(ValueError, match=r"schema is not JSON .*json\.dumps"):
         json_schema(loaded.engine, {"type": {1}})
 
 

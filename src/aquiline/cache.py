@@ -12,15 +12,15 @@ _BUCKET = 64
 """Capacities are multiples of this, so that a growing context reallocates rarely."""
 
 SCRATCH = 1024
-"""Slots beyond the last position of a model, where the nodes of a tree may lie until the commit."""
+"""Slots beyond the model's last position, for tree nodes that are not committed yet."""
 
 MOST_NODES = SCRATCH - _BUCKET
-"""Nodes of a tree, its root included, that fit there for every target; some read whole buckets of slots."""
+"""Largest tree, root included, that fits into the scratch slots of every target; some targets read whole buckets."""
 
 
 @dataclass(eq=False)
 class KVCache:
-    """Keys and values of all layers for a number of rows.
+    """Keys and values of all layers for a fixed number of rows.
 
     Slots at or beyond ``lengths[row]`` hold garbage. All positions are kept; sliding windows
     are masks. Layers share one allocation so that `commit` moves all of them in one copy;
@@ -30,7 +30,7 @@ class KVCache:
         key_block: (layers, rows, kv_heads, capacity, key_dim).
         value_block: (layers, rows, kv_heads, capacity, value_dim).
         lengths: (rows,) int64 on the CPU, committed tokens of each row.
-        max_capacity: positions that the model can take; `reserve` refuses more than that and `SCRATCH`.
+        max_capacity: the model's context length; `reserve` rejects more than this plus `SCRATCH`.
     """
 
     key_block: Tensor
@@ -40,12 +40,12 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """Number of row slots."""
+        """Number of rows."""
         return self.key_block.shape[1]
 
     @property
     def capacity(self) -> int:
-        """Positions that each row has room for now."""
+        """Positions allocated per row."""
         return self.key_block.shape[3]
 
     def keys(self, layer: int) -> Tensor:
@@ -59,19 +59,19 @@ class KVCache:
     def reserve(self, positions: int) -> None:
         """Makes room for `positions` positions in every row; keeps the content.
 
-        Mutates: the blocks (a copy into larger ones when they are too small).
+        Mutates: copies the blocks into larger ones if they are too small.
 
         Raises:
-            ValueError: if `positions` exceeds `max_capacity`.
+            ValueError: if `positions` exceeds `max_capacity + SCRATCH`.
         """
         if positions <= self.capacity:
             return
         if positions > self.max_capacity + SCRATCH:
             raise ValueError(
-                f"{positions} positions do not fit: the context of this model is {self.max_capacity}, and a tree "
-                f"may take {SCRATCH} more; shorten the prompt, lower max_new_tokens, or draft smaller trees"
+                f"{positions} positions do not fit: this model's context is {self.max_capacity}, plus {SCRATCH} for a "
+                "tree; shorten the prompt, lower max_new_tokens, or draft smaller trees"
             )
-        # An eighth of head room: growing by one bucket a time would copy the cache over and over.
+        # Grow by an eighth: growing bucket by bucket would copy the cache again and again.
         wanted = max(positions, self.capacity + self.capacity // 8)
         size = min(-(-wanted // _BUCKET) * _BUCKET, max(self.max_capacity + SCRATCH, positions))
         self.key_block = _grown(self.key_block, size)
@@ -79,26 +79,26 @@ class KVCache:
 
 
 def check_fits(what: str, nodes: int, remedy: str) -> None:
-    """Refuses drafts that would not fit at the end of a context, before any text is generated.
+    """Rejects drafts that would not fit at the end of a context, before generation starts.
 
     Args:
-        what: what drafts them, in words.
-        nodes: how many slots its drafts take in a row, the root's included.
-        remedy: what to do.
+        what: name of the draft in the error message.
+        nodes: slots that the draft occupies in a row, root included.
+        remedy: suggestion that ends the message.
 
     Raises:
-        ValueError: if that is more than `MOST_NODES`.
+        ValueError: if `nodes` exceeds `MOST_NODES`.
     """
     if nodes > MOST_NODES:
         raise ValueError(
-            f"{what} takes {nodes} slots of the cache; allowed: at most {MOST_NODES}, which fit also at the end of a "
-            f"context; {remedy}"
+            f"{what} takes {nodes} cache slots; allowed: at most {MOST_NODES}, which fit even at the end of a context; "
+            f"{remedy}"
         )
 
 
 def _grown(block: Tensor, capacity: int) -> Tensor:
     layers, rows, heads, used, dim = block.shape
-    # Zeros, not empty: a masked slot still meets a weight of 0, and 0 · NaN is NaN.
+    # Zeros rather than empty: masked slots are still multiplied by a weight of 0, and 0 · NaN is NaN.
     larger = block.new_zeros(layers, rows, heads, capacity, dim)
     larger[:, :, :, :used] = block
     return larger
@@ -128,18 +128,18 @@ def new_cache(
 
 
 def commit(cache: KVCache, path: Tensor, rows: Sequence[int]) -> None:
-    """Keeps the accepted nodes of the last forward and forgets the others.
+    """Keeps the accepted nodes of the last forward and discards the rest.
 
     The forward wrote node i of row b into slot ``lengths[b] + i``. The nodes on the accepted
-    path are gathered to the front, in path order, and the length advances by their number.
-    A prefix (0, 1, 2, …), which is what chains and prefill commit, copies nothing.
+    path move to the front, in path order, and the length advances by their number. A prefix
+    (0, 1, 2, …), as committed by chains and prefill, copies nothing.
 
     Args:
         cache: the cache that the forward wrote into.
         path: (B, A) int64 node indices in increasing order, root first, padded with -1.
-        rows: the B rows that the forward worked on.
+        rows: the B rows of the forward.
 
-    Mutates: `cache` content and lengths.
+    Mutates: content and lengths of `cache`.
     """
     for row, nodes in zip(rows, path.tolist(), strict=True):
         kept = [node for node in nodes if node >= 0]
@@ -154,8 +154,8 @@ def commit(cache: KVCache, path: Tensor, rows: Sequence[int]) -> None:
 
 
 def truncate(cache: KVCache, row: int, length: int) -> None:
-    """Forgets all but the first `length` positions of a row (0 frees the row)."""
-    assert 0 <= length <= int(cache.lengths[row]), "a cache can only be cut to less than it holds"
+    """Discards all but the first `length` positions of a row (0 frees the row)."""
+    assert 0 <= length <= int(cache.lengths[row]), "a cache cannot be truncated to more than it holds"
     cache.lengths[row] = length
 
 

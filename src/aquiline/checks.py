@@ -1,4 +1,4 @@
-"""Checks of what users pass: one error that names the value and what is allowed in its place."""
+"""Checks of user input: each raises one error that names the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def check_kind(name: str, value: object, good: bool, allowed: str) -> None:
-    """Refuses a value of another kind.
+    """Rejects a value of the wrong type.
 
     Raises:
         TypeError: unless `good`.
@@ -19,7 +19,7 @@ def check_kind(name: str, value: object, good: bool, allowed: str) -> None:
 
 
 def check_value(name: str, value: object, good: bool, allowed: str) -> None:
-    """Refuses a value out of range.
+    """Rejects a value outside its range.
 
     Raises:
         ValueError: unless `good`.
@@ -29,10 +29,10 @@ def check_value(name: str, value: object, good: bool, allowed: str) -> None:
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as an int; integers of NumPy and PyTorch count, booleans do not.
+    """Converts `value` to an int; accepts NumPy and PyTorch integers, rejects booleans.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if it is not an integer.
         ValueError: if it is below `least`.
     """
     allowed = "an integer" if least is None else f"an integer ≥ {least}"
@@ -46,30 +46,30 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a float.
+    """Converts `value` to a float.
 
     Raises:
-        TypeError: if it is no real number.
+        TypeError: if it is not a real number.
     """
     check_kind(name, value, isinstance(value, Real) and not isinstance(value, bool), "a number")
     return float(value)
 
 
 def flag(name: str, value: Any, *, optional: bool = False) -> None:
-    """Refuses what is neither True nor False (nor None, if it is optional).
+    """Rejects values other than True and False (and None, if `optional`).
 
     Raises:
-        TypeError: for anything else.
+        TypeError: for any other value.
     """
     good = isinstance(value, bool) or (optional and value is None)
     check_kind(name, value, good, "True, False or None" if optional else "True or False")
 
 
 def several(name: str, value: Any, allowed: str = "several, in a tuple") -> tuple[Any, ...]:
-    """`value` as a tuple; texts are not several.
+    """Converts `value` to a tuple.
 
     Raises:
-        TypeError: if it cannot be iterated over.
+        TypeError: for a text, and for anything that is not iterable.
     """
     check_kind(name, value, isinstance(value, Iterable) and not isinstance(value, str | bytes), allowed)
     return tuple(value)

@@ -15,16 +15,16 @@ import aquiline
 
 COMMANDS = {
     "generate": "generate text",
-    "chat": "talk to a model in the terminal",
-    "demo": "the same words with and without speculation, and both speeds",
-    "prepare": "conversations → training set",
+    "chat": "chat with a model in the terminal",
+    "demo": "answer once with and once without drafts, and compare the speeds",
+    "prepare": "turn conversations into a training set",
     "train": "train a draft head",
-    "inspect": "say what a draft head is and whether it fits a target",
+    "inspect": "explain a draft head and check that it fits a target",
     "bench": "compare drafting methods on tasks",
     "tune": "find the fastest method and tree for your prompts",
-    "export": "write a head for another engine",
+    "export": "convert a head for another engine",
     "serve": "serve a target with its head",
-    "doctor": "what this machine has, and what is slow and why",
+    "doctor": "report what this machine supports, what is slow, and why",
     "completion": "print a shell completion script",
 }
 """Subcommand → what it does; each is a module of `aquiline.commands`."""
@@ -41,10 +41,10 @@ _EXTRAS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the message and the command that explains the options; exits with 2."""
+        """Prints the message and a pointer to --help; exits with 2."""
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
 
@@ -52,18 +52,18 @@ def build_parser(only: str | None = None) -> Parser:
     """Builds the parser.
 
     Args:
-        only: fill in this subcommand alone, so that `aquiline generate` does not import the rest;
-            "" fills in none.
+        only: add the options of this subcommand only, so that `aquiline generate` does not import
+            the others; "" adds none.
     """
     parser = Parser(
-        prog="aquiline", description="Lossless speculative decoding with draft heads: the same words, sooner."
+        prog="aquiline", description="Lossless speculative decoding with draft heads: the same output, faster."
     )
     parser.add_argument("--version", action="version", version=f"aquiline {aquiline.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        sub.add_argument("--quiet", action="store_true", help="results and warnings only, no progress or notices")
+        sub.add_argument("--debug", action="store_true", help="show the traceback if an error occurs")
+        sub.add_argument("--quiet", action="store_true", help="print only results and warnings")
         if only in (None, name):
             import_module(f"aquiline.commands.{name}").add(sub)
     return parser
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: arguments without the program's name; None takes those of the process.
+        argv: arguments without the program's name; None uses those of the process.
 
     Returns:
-        0 for success; 2 if the arguments, or the files they name, are not what is allowed; 1 if
-        something failed although they were; 130 after Ctrl-C.
+        0 for success; 2 for invalid arguments or input files; 1 for any other failure; 130 after
+        Ctrl-C.
     """
-    # OpenMP's threads spin for milliseconds between parallel regions, which starves the thread
-    # with work when other processes want the cores too. It must be set before torch is imported.
+    # OpenMP threads spin for milliseconds between parallel regions, which starves the working thread
+    # when other processes need the cores. This must be set before torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     argv = list(sys.argv[1:] if argv is None else argv)
     only = next((word for word in argv if word in COMMANDS), "")
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output left: nothing more to say, also not when Python flushes at exit.
+        # The reader closed the pipe: discard the rest, including what Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Line(logging.Formatter):
-    """One line a record; what is more than a notice says so."""
+    """One line per record; warnings and errors get a prefix."""
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
@@ -116,7 +116,7 @@ class _Line(logging.Formatter):
 
 @contextmanager
 def _notices(quiet: bool) -> Iterator[None]:
-    """Shows what the library reports on standard error while a command runs."""
+    """Prints the library's log messages to standard error while a command runs."""
     logger = logging.getLogger("aquiline")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Line())
@@ -133,12 +133,12 @@ def _notices(quiet: bool) -> Iterator[None]:
 
 
 def _explain(error: Exception) -> int:
-    """Prints one line about an error; returns 2 for bad input, 1 for a failure."""
+    """Prints an error in one line; returns 2 for bad input, 1 for a failure."""
     message, code = " ".join(str(error).split()) or type(error).__name__, 1
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").split(".")[0]
         hint = f"; pip install 'aquiline[{_EXTRAS[name]}]'" if name in _EXTRAS else ""
-        message = f"this needs the package {error.name!r}{hint}"
+        message = f"the package {error.name!r} is missing{hint}"
     elif isinstance(error, MemoryError) or any(
         text in message for text in ("not enough memory", "out of memory", "can't allocate memory")
     ):

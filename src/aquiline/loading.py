@@ -1,4 +1,4 @@
-"""`load`: a target, a drafter and a tokenizer behind one object."""
+"""`load`: one object that holds a target, its drafter and its tokenizer."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A target with its drafter; made by `load`.
+    """A target with its drafter, returned by `load`.
 
     Attributes:
         engine: target, drafter, tokenizer and end tokens.
-        target_path: folder of the target's weights, or None for a model that was passed in.
-        draft_name: what drafts, in words.
-        defaults: sampling defaults of the model's generation_config.
+        target_path: folder of the target's weights, or None for a model passed as an object.
+        draft_name: description of the draft, for display.
+        defaults: sampling defaults from the model's generation_config.
     """
 
     engine: Engine
@@ -56,7 +56,7 @@ class Loaded:
 
     @property
     def target(self) -> Target:
-        """The target model."""
+        """The target."""
         return self.engine.target
 
     @property
@@ -80,15 +80,15 @@ class Loaded:
         """Generates for one prompt or a list of them.
 
         Args:
-            prompt: text (a user's turn where the tokenizer has a chat template), chat messages,
-                token ids, or a list of any of these, which decodes as one batch.
-            params: settings; without it, the model's defaults (greedy unless it says otherwise).
-            raw: take text as it is, without the chat template.
+            prompt: text (a user's turn if the tokenizer has a chat template), chat messages, token
+                ids, or a list of these, which decodes as one batch.
+            params: settings; None uses the model's defaults (greedy unless it specifies otherwise).
+            raw: do not apply the chat template to text.
             **settings: fields of `SamplingParams` that override `params`.
 
         Returns:
-            A `GenerationOutput`; for a list of prompts or n > 1, a list of them (n for each
-            prompt, in order).
+            A `GenerationOutput`; for a list of prompts or n > 1, a list of n outputs per prompt,
+            in order.
         """
         many = _is_batch(prompt)
         requests = self._requests(prompt, params, raw, settings)
@@ -103,15 +103,15 @@ class Loaded:
         raw: bool = False,
         **settings: Any,
     ) -> Iterator[StreamEvent]:
-        """As `generate`, but yields pieces as they are emitted; closing the iterator ends it."""
+        """Like `generate`, but yields events as tokens are emitted; closing the iterator stops it."""
         return stream_requests(self.engine, self._requests(prompt, params, raw, settings))
 
     def chat(self, system: str | None = None) -> ChatSession:
-        """Starts a conversation that keeps its keys and values between turns."""
+        """Starts a conversation that keeps its keys and values across turns."""
         return ChatSession(self.engine, system=system, defaults=self.defaults)
 
     def plain(self) -> Loaded:
-        """The same target without speculation; shares the weights."""
+        """Returns the same target without drafts, sharing the weights."""
         return replace(self, engine=replace(self.engine, drafter=None, lossy=None), draft_name="plain")
 
     def _requests(
@@ -130,7 +130,7 @@ class Loaded:
 def _is_batch(prompt: Any) -> bool:
     """True for a list of prompts: not a text, not token ids, not chat messages."""
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence) or not prompt:
-        return False  # what is no prompt either is for `encode_prompt` to refuse
+        return False  # `encode_prompt` rejects invalid prompts
     return isinstance(prompt[0], Sequence)
 
 
@@ -148,30 +148,29 @@ def load(
     lossy: LossyRule | None = None,
     max_rows: int = 8,
 ) -> Loaded:
-    """Loads a target and what drafts for it.
+    """Loads a target and its drafter.
 
     Args:
-        target: alias ("smollm2"), model folder, GGUF file, hub id, or a transformers model, of
-            which nothing is modified.
-        draft: "auto" takes a shipped head that was trained for this very target, else prompt
-            lookup, and says which; None decodes plainly; "prompt-lookup"; "lookahead"; the name,
-            folder, GGUF file or hub id of a head (EAGLE, Medusa, Hydra, a small model); or a
-            drafter.
+        target: alias ("smollm2"), model folder, GGUF file, hub id, or a transformers model, which
+            is not modified.
+        draft: "auto" chooses a shipped head trained for this target, else prompt lookup, and logs
+            the choice; None decodes plainly; "prompt-lookup"; "lookahead"; the name, folder, GGUF
+            file or hub id of a head (EAGLE, Medusa, Hydra, a small model); or a drafter.
         tree: `Chain`, `StaticTree` or `DynamicTree`, or a file written by `aquiline tune`; None
-            takes what pays on the device.
-        tokenizer: needed with a transformers model if prompts are texts.
-        dtype: of the weights; None takes bfloat16 where it is fast, else float32.
+            lets the device decide.
+        tokenizer: required for text prompts if `target` is a transformers model.
+        dtype: of the weights; None chooses bfloat16 where it is fast, else float32.
         device: where the target runs.
-        packed: use the fast CPU copy where the machine has its kernels.
-        exact: whether the packed copy keeps a token's bits independent of what is forwarded with
-            it; None does so in bfloat16, where it decides near-ties. False is faster for many rows.
-        adaptive: fall back towards plain decoding where speculation does not pay; None does so
-            unless a tree or a drafter of your own was given.
+        packed: use the fast CPU copy if this machine supports it.
+        exact: keep a token's bits independent of the rest of its forward in the packed copy; None
+            does so in bfloat16, where rounding decides near-ties. False is faster for many rows.
+        adaptive: fall back to plain decoding while drafting does not pay; None does so unless
+            you passed a tree or a drafter.
         lossy: an acceptance rule that CHANGES the output distribution.
         max_rows: requests that decode together.
 
     Raises:
-        ValueError: an unknown name, a head that does not fit, contradictory settings.
+        ValueError: for an unknown name, a head that does not fit, or contradictory settings.
     """
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
@@ -186,7 +185,7 @@ def load(
 
 
 def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
-    """Refuses empty names, which would mean the present folder, and what is neither True nor False."""
+    """Rejects empty names, which would mean the current folder, and flags that are not booleans."""
     for name, value in (("target", target), ("draft", draft), ("tree", tree)):
         if value == "":
             raise ValueError(f"{name} is ''; allowed: a name or a file, or leave it out")
@@ -195,7 +194,7 @@ def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
 
 
 def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
-    """Wraps a drafter, where asked for or by default, in one that falls back towards plain decoding."""
+    """Wraps a drafter in `Adaptive` if requested or by default."""
     sees_all = isinstance(drafter, ObservingDrafter) or (isinstance(drafter, SamplingDrafter) and drafter.sampled)
     if adaptive and sees_all:
         raise ValueError(f"{type(drafter).__name__} must see every step and cannot be adaptive; leave adaptive=False")

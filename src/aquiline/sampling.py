@@ -18,30 +18,30 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when a request ends.
+    """How tokens are chosen, and when a request ends.
 
     Attributes:
-        max_new_tokens: most tokens to emit, ≥ 0; never exceeded.
-        temperature: ≥ 0; 0 takes the most likely token.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        max_new_tokens: upper bound on emitted tokens, ≥ 0; never exceeded.
+        temperature: ≥ 0; 0 chooses the likeliest token.
+        top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of probability ≥ top_p, in (0, 1].
         min_p: drop tokens below min_p times the largest probability, in [0, 1).
-        seed: seed of the request, or None for a fresh one. The draw for output position t
+        seed: seed of the request; None draws a fresh one. The draw for output position t
             depends only on (seed, t, the processed distribution).
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens that
             occur in the prompt or the output (Hugging Face's rule); 1 is off.
         presence_penalty: subtracted from tokens that occur in the output (OpenAI's rule).
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id → added to its logit.
-        min_new_tokens: no end-of-sequence token before this many were emitted.
-        stop: strings that end the output; they are not part of it.
-        stop_token_ids: tokens that end the output, besides the model's own.
+        min_new_tokens: bars end-of-sequence tokens until this many tokens were emitted.
+        stop: strings that end the output and are cut off.
+        stop_token_ids: tokens that end the output, in addition to the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
-        logprobs: None, or how many alternatives to report beside each emitted token's
-            log-probability (float32, before temperature and processors).
+        logprobs: None for none, else the number of alternatives to report in addition to each
+            emitted token's log-probability (float32, before temperature and processors).
         n: outputs per prompt, ≥ 1.
-        logits_processors: Hugging Face processors, run on visited nodes only, in order, with
-            that node's own prefix.
+        logits_processors: Hugging Face processors; they run in order, on visited nodes only, each
+            with that node's own prefix.
     """
 
     max_new_tokens: int = 128
@@ -84,7 +84,7 @@ class SamplingParams:
         check_value("logit_bias", self.logit_bias, usable, "finite numbers, or -inf to bar a token")
 
     def _settle_kinds(self) -> None:
-        """Turns what converts without loss into the declared kinds; refuses the rest."""
+        """Converts values to their declared types where that loses nothing; rejects the rest."""
         settled: dict[str, Any] = {name: integer(name, getattr(self, name)) for name in _INTEGERS}
         optional = (name for name in ("seed", "logprobs") if getattr(self, name) is not None)
         settled |= {name: integer(name, getattr(self, name)) for name in optional}
@@ -136,11 +136,11 @@ def processed_logits(
     """Applies penalties, bias, the minimum length and user processors, in this order.
 
     Args:
-        logits: (V,) float32 of one node; not changed.
+        logits: (V,) float32 of one node; not modified.
         params: settings.
-        prefix: all tokens before this one, prompt and output.
-        prompt_length: how many of them are the prompt.
-        end_ids: end tokens, barred while fewer than `min_new_tokens` were emitted.
+        prefix: all tokens before this one: prompt, then output.
+        prompt_length: number of prompt tokens in `prefix`.
+        end_ids: end tokens, barred until `min_new_tokens` tokens were emitted.
 
     Returns:
         (V,) float32.
@@ -167,7 +167,7 @@ def processed_logits(
 
 
 def _returned(processor: LogitsProcessor, scores: Any, vocabulary: int) -> Tensor:
-    """What a user's processor returned, if it is scores at all."""
+    """Checks what a user's processor returned."""
     if isinstance(scores, Tensor) and scores.shape == (1, vocabulary):
         return scores
     found = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
@@ -190,7 +190,7 @@ def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
     """
     scores = scores.float()
     if params.temperature < _COLD:
-        # Dividing by so little overflows, and ∞ − ∞ is NaN: measured from the best, all others vanish.
+        # Dividing by such a number overflows, and ∞ − ∞ is NaN; relative to the best score, the rest vanish.
         scores = scores - scores.amax(-1, keepdim=True)
     scores = scores / max(params.temperature, torch.finfo(torch.float32).tiny)
     if 0 < params.top_k < scores.shape[-1]:
@@ -199,7 +199,7 @@ def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        # The most likely token has 0 before it and stays; float32 would round a smaller bound to 0.
+        # The likeliest token has cumulative mass 0 before it, so it stays; float32 rounds a tiny top_p to 0.
         drop = before >= max(params.top_p, torch.finfo(torch.float32).tiny)
         scores = scores.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
     if params.min_p > 0:
@@ -209,15 +209,15 @@ def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def draw(probs: Tensor, seed: int, position: int) -> int:
-    """Draws the token of output position `position`; the same for the same arguments.
+    """Draws the token of output position `position`; deterministic in its arguments.
 
-    An exponential race: token v finishes at E_v / p_v with E_v standard exponential, and the
-    first one wins with probability p_v. Unlike inverting the cumulative sum, a rounding
-    difference in one probability cannot move the outcome between unrelated tokens.
+    An exponential race: token v finishes at time E_v / p_v with E_v standard exponential, and
+    wins with probability p_v. Unlike inverting the cumulative sum, a rounding difference in one
+    probability cannot shift the outcome between unrelated tokens.
 
     Args:
         probs: (V,) probabilities.
-        seed: of the request.
+        seed: the request's seed.
         position: t ≥ 0, index of the emitted token.
     """
     generator = torch.Generator().manual_seed(_mix(seed, position))
@@ -227,12 +227,12 @@ def draw(probs: Tensor, seed: int, position: int) -> int:
 
 
 def _possible(scores: Tensor, token: int, nothing: float) -> int:
-    """`token`, the best of `scores`, if it is one at all.
+    """Returns `token`, the arg-max of `scores`, after checking that it can be chosen.
 
     Raises:
-        ValueError: if it is not a number, or no token is left to choose.
+        ValueError: if its score is NaN, or every token is barred.
     """
-    best = float(scores[token])  # an arg-max prefers NaN to every number
+    best = float(scores[token])  # arg-max prefers NaN to every number
     if math.isnan(best):
         raise ValueError(NOT_A_NUMBER)
     if best == nothing:
@@ -241,19 +241,19 @@ def _possible(scores: Tensor, token: int, nothing: float) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A uniform number in [0, 1) for output position `position`, independent of `draw`'s."""
-    # The complement of the seed keys another stream than `draw` uses.
+    """Returns a uniform number in [0, 1) for output position `position`, independent of `draw`."""
+    # The complement of the seed selects a stream that `draw` never uses.
     return float(torch.rand((), generator=torch.Generator().manual_seed(_mix(~seed, position)), dtype=torch.float64))
 
 
 NOT_A_NUMBER = (
-    "the target's logits are not numbers (NaN): its weights are damaged, its dtype overflows (float16: load it in "
-    "bfloat16 or float32), or logit_bias or logits_processors made them so or barred every token"
+    "the target's logits are NaN: its weights are damaged, its dtype overflows (float16: load it in bfloat16 or "
+    "float32), or logit_bias or logits_processors produced NaN or barred every token"
 )
 
 
 def _mix(seed: int, position: int) -> int:
-    """Splitmix64 of the pair: neighbouring positions and seeds get unrelated generators."""
+    """Splitmix64 of the pair, so that neighbouring positions and seeds get unrelated generators."""
     mask = (1 << 64) - 1
     x = (seed * 0x9E3779B97F4A7C15 + position + 1) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -267,9 +267,9 @@ class TokenChooser:
 
     Attributes:
         params: settings.
-        seed: seed of the request (resolved, never None).
-        prompt_length: tokens of the prompt.
-        end_ids: end tokens that `min_new_tokens` bars.
+        seed: the request's seed, already resolved.
+        prompt_length: tokens in the prompt.
+        end_ids: end tokens, barred by `min_new_tokens`.
     """
 
     params: SamplingParams
@@ -284,7 +284,7 @@ class TokenChooser:
         )
 
     def __call__(self, logits: Tensor, prefix: Sequence[int]) -> int:
-        """Returns the token after `prefix`; logits (V,) are the target's at its last token."""
+        """Returns the token after `prefix`; `logits` (V,) are the target's at its last token."""
         scores = processed_logits(logits, self.params, prefix, self.prompt_length, self.end_ids)
         if self.params.temperature == 0:
             return _possible(scores, int(scores.argmax()), -math.inf)

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GenerationStats:
-    """Counts what happened; adds up over steps and rows.
+    """Counters of a generation, added up over steps and rows.
 
     Attributes:
-        steps: target forwards that verified a tree (rows counted one by one).
-        emitted: tokens emitted, those cut off at a stop not counted.
-        nodes: drafted nodes that the target forwarded, roots not counted.
-        prompt_tokens: tokens of the prompts.
+        steps: target forwards that verified a tree, counted per row.
+        emitted: emitted tokens, without those cut off at a stop.
+        nodes: drafted nodes that the target computed, without roots.
+        prompt_tokens: tokens in the prompts.
         accepted: accepted drafts.
-        offered_at: offered_at[d] = steps whose tree had a node at depth d + 1 below an accepted one.
-        accepted_at: accepted_at[d] = steps that accepted a node at depth d + 1.
+        offered_at: offered_at[d] counts steps whose tree had a node at depth d + 1 below an accepted one.
+        accepted_at: accepted_at[d] counts steps that accepted a node at depth d + 1.
         seconds: phase → seconds (prefill, draft, target, accept, commit, extend, other).
-        lossy: a rule that changes the output distribution was in force.
+        lossy: whether a rule that changes the output distribution was active.
     """
 
     steps: int = 0
@@ -36,12 +36,12 @@ class GenerationStats:
 
     @property
     def mean_accept_length(self) -> float:
-        """τ = emitted tokens per target forward = 1 + mean accepted drafts (the papers' +1 included)."""
+        """τ: emitted tokens per target forward = 1 + mean accepted drafts, as in the papers."""
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> list[float]:
-        """n-α for chains: accepted at depth n + 1 given that depth n was accepted and n + 1 offered."""
+        """n-α for chains: share accepted at depth n + 1, where depth n was accepted and n + 1 offered."""
         return [
             accepted / offered if offered else 0.0
             for accepted, offered in zip(self.accepted_at, self.offered_at, strict=True)
@@ -70,7 +70,7 @@ class GenerationStats:
             num_accepted: accepted drafts.
             deepest_offered: depth down to which the tree offered nodes along the accepted path:
                 `num_accepted`, or one more if the last accepted node had children.
-            nodes: drafted nodes, the root not counted.
+            nodes: drafted nodes, without the root.
         """
         self.steps += 1
         self.nodes += nodes
@@ -84,7 +84,7 @@ class GenerationStats:
             self.accepted_at[depth] += 1
 
     def add(self, other: GenerationStats) -> None:
-        """Adds the counters of `other` to this one."""
+        """Adds the counters of `other`."""
         for name in ("steps", "emitted", "nodes", "prompt_tokens", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("offered_at", "accepted_at"):

@@ -76,7 +76,7 @@ def test_bad_requests(target: Path, tmp_path: Path) -> None:
     head = _native(tmp_path / "head")
     with pytest.raises(ValueError, match="num_draft_tokens is 0"):
         vllm_command(target, head, num_draft_tokens=0, program="vllm")
-    with pytest.raises(ValueError, match="--speculative-config=1 is composed here"):
+    with pytest.raises(ValueError, match=r"--speculative-config=1 .* instead"):
         vllm_command(target, head, flags=["--speculative-config=1"], program="vllm")
     with pytest.raises(ValueError, match=r"it has no config\.json"):
         vllm_command(tmp_path / "head2", head, program="vllm")
@@ -88,10 +88,10 @@ def test_bad_requests(target: Path, tmp_path: Path) -> None:
 def test_vllm_is_not_installed(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(PROGRAM_VARIABLE, raising=False)
-    with pytest.raises(ValueError, match=r"vLLM is not installed: there is no `vllm` on the path.*pip install"):
+    with pytest.raises(ValueError, match=r"`vllm` .*pip install"):
         vllm_command(target, _native(tmp_path / "head"))
     monkeypatch.setenv(PROGRAM_VARIABLE, "/nowhere/vllm")
-    with pytest.raises(ValueError, match="names '/nowhere/vllm', which is no program"):
+    with pytest.raises(ValueError, match=r"'/nowhere/vllm'.*pip install"):
         find_vllm()
 
 

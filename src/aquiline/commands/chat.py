@@ -1,4 +1,4 @@
-"""aquiline chat: a conversation in the terminal."""
+"""aquiline chat: chats with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command: one turn for each line of standard input; an empty line or Ctrl-D ends it."""
+    """Runs the command: each line of standard input is a turn; an empty line or Ctrl-D ends the chat."""
     loaded = load_model(arguments)
     params = params_of(arguments, loaded)
     session = loaded.chat(system=arguments.system)
     interactive = sys.stdin.isatty()
     if interactive and not arguments.quiet:
-        print("an empty line or Ctrl-D ends; Ctrl-C stops an answer", file=sys.stderr)
+        print("an empty line or Ctrl-D ends the chat; Ctrl-C stops an answer", file=sys.stderr)
     while True:
         try:
             line = input("> " if interactive else "").strip()
@@ -47,18 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             if not interactive:
                 raise
-            print(f"error: {error}", file=sys.stderr)  # the conversation so far is worth keeping
+            print(f"error: {error}", file=sys.stderr)  # keep the conversation so far
     return 0
 
 
 def _answer(session: ChatSession, line: str, params: SamplingParams, as_json: bool) -> None:
-    # Closed also if Ctrl-C comes between two events, so that the next turn finds the session free.
+    # Close even if Ctrl-C arrives between two events, so that the session is free for the next turn.
     with closing(session.stream(line, params)) as events:
         for event in events:
             if not as_json:
                 print(event.text, end="", flush=True)
             elif event.output is not None:
-                # Flushed, as all of a chat: who talks to it through pipes waits for the answer before asking on.
+                # Flush: a client on a pipe waits for the answer before it sends the next turn.
                 print(json.dumps(output_record(line, event.output), ensure_ascii=False), flush=True)
     if not as_json:
         print(flush=True)

@@ -1,4 +1,4 @@
-"""Options that several subcommands share."""
+"""Options shared by several subcommands."""
 
 from __future__ import annotations
 
@@ -19,59 +19,65 @@ _TREES = "chain:DEPTH[,MIN_PROB], static, dynamic:NODES,DEPTH,TOPK[,MIN_PROB]"
 
 
 def add_target_option(parser: Any) -> None:
-    """--target."""
+    """Adds --target."""
     parser.add_argument("--target", default="smollm2", help="alias, folder, GGUF file or hub id (default: smollm2)")
 
 
 def add_machine_options(parser: Any) -> None:
-    """--dtype, --device, --threads."""
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: fastest here")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
+    """Adds --dtype, --device and --threads."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="dtype of the weights (default: the fastest on this machine)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: cpu)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Target, draft, tree, dtype, device."""
+    """Adds the options that choose target, draft, tree, machine and acceptance rule."""
     group = parser.add_argument_group("model")
     add_target_option(group)
     group.add_argument(
         "--draft",
         default="auto",
-        help="auto, none, prompt-lookup, or a head: shipped name, folder, GGUF file, hub id (default: auto)",
+        help="auto, none, prompt-lookup, lookahead, or a head or small model: shipped name, folder, GGUF file, "
+        "hub id (default: auto)",
     )
-    group.add_argument("--tree", help=f"{_TREES}, or a file from `aquiline tune`")
+    group.add_argument("--tree", help=f"{_TREES}, or a file from `aquiline tune` (default: chosen by the device)")
     add_machine_options(group)
     group.add_argument("--rows", type=int, default=8, help="requests that decode together (default: 8)")
     group.add_argument(
         "--lossy",
         metavar="RULE",
-        help="LOSSY: typical[:EPSILON,DELTA] or threshold:SINGLE,ACCUMULATED; changes the output distribution",
+        help="accept more drafts, which CHANGES the output distribution: typical[:EPSILON,DELTA] or "
+        "threshold:SINGLE,ACCUMULATED",
     )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Fields of `SamplingParams`; what is not given stays the model's default."""
+    """Adds the fields of `SamplingParams`; omitted options keep the model's defaults."""
     group = parser.add_argument_group("sampling")
     for name, kind, text in (
-        ("max-new-tokens", int, "most tokens to emit (default: 128)"),
-        ("min-new-tokens", int, "no end before this many"),
-        ("temperature", float, "0 is greedy"),
-        ("top-k", int, "keep the k likeliest tokens"),
-        ("top-p", float, "keep this much probability"),
-        ("min-p", float, "drop tokens below this share of the likeliest"),
-        ("seed", int, "same seed, same output"),
-        ("repetition-penalty", float, "1 is off"),
-        ("presence-penalty", float, "0 is off"),
-        ("frequency-penalty", float, "0 is off"),
+        ("max-new-tokens", int, "upper bound on emitted tokens (default: 128)"),
+        ("min-new-tokens", int, "do not end before this many tokens"),
+        ("temperature", float, "≥ 0; 0 is greedy"),
+        ("top-k", int, "keep the k likeliest tokens; 0 is off"),
+        ("top-p", float, "keep the likeliest tokens up to this total probability; 1 is off"),
+        ("min-p", float, "drop tokens below this fraction of the likeliest one's probability; 0 is off"),
+        ("seed", int, "the same seed gives the same output"),
+        ("repetition-penalty", float, "divides the scores of tokens already in prompt or output; 1 is off"),
+        ("presence-penalty", float, "subtracted from tokens already in the output; 0 is off"),
+        ("frequency-penalty", float, "subtracted per occurrence in the output; 0 is off"),
         ("n", int, "outputs per prompt"),
     ):
         group.add_argument(f"--{name}", type=kind, help=text)
-    group.add_argument("--stop", action="append", help="a string that ends the output (repeatable)")
+    group.add_argument("--stop", action="append", help="string that ends the output (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end tokens")
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options that were given."""
+    """Returns the sampling options that were given."""
     names = (
         "max_new_tokens",
         "min_new_tokens",
@@ -93,10 +99,10 @@ def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_tree(text: str | None) -> Any:
-    """Reads --tree.
+    """Parses --tree.
 
     Raises:
-        ValueError: if it is none of the forms.
+        ValueError: if `text` is not a tree.
     """
     from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 
@@ -116,10 +122,10 @@ def parse_tree(text: str | None) -> Any:
 
 
 def parse_lossy(text: str | None) -> Any:
-    """Reads --lossy.
+    """Parses --lossy.
 
     Raises:
-        ValueError: if it is none of the forms.
+        ValueError: if `text` is not a rule.
     """
     from aquiline.verify import LossyRule
 
@@ -143,7 +149,7 @@ def set_threads(threads: int | None) -> None:
     """Applies --threads.
 
     Raises:
-        ValueError: if it is below 1, or more than the machine has.
+        ValueError: if it is below 1, or above the number of cores.
     """
     import os
 
@@ -152,19 +158,19 @@ def set_threads(threads: int | None) -> None:
     if threads is not None:
         cores = os.cpu_count() or 1
         if not 1 <= threads <= cores:
-            raise ValueError(f"--threads is {threads}; allowed: 1 … {cores}, the cores of this machine (≥ 1)")
+            raise ValueError(f"--threads is {threads}; allowed: 1 … {cores}, the cores of this machine")
         torch.set_num_threads(threads)
 
 
 def load_model(arguments: argparse.Namespace) -> Loaded:
-    """Loads what the model options name, and says what drafts."""
+    """Loads the model that the options describe, and logs what drafts."""
     draft = None if arguments.draft == "none" else arguments.draft
     tree, lossy = parse_tree(arguments.tree), parse_lossy(arguments.lossy)
     if draft is None and tree is not None:
-        logger.warning("--tree has no effect with --draft none: nothing is drafted")
+        logger.warning("--tree has no effect with --draft none")
         tree = None
     if draft is None and lossy is not None:
-        logger.warning("--lossy has no effect with --draft none: there are no drafts to accept")
+        logger.warning("--lossy has no effect with --draft none")
         lossy = None
     set_threads(arguments.threads)
     from aquiline.loading import load
@@ -185,18 +191,18 @@ def load_model(arguments: argparse.Namespace) -> Loaded:
 
 
 def warn_without_effect(arguments: argparse.Namespace, params: SamplingParams) -> None:
-    """Names sampling options that were given and change nothing."""
+    """Warns about sampling options that have no effect."""
     if params.temperature > 0:
         return
     for name in ("seed", "top_k", "top_p", "min_p"):
         if getattr(arguments, name) is not None:
             logger.warning("--%s has no effect at temperature 0, which is greedy", name.replace("_", "-"))
     if params.n > 1:
-        logger.warning("--n %d gives the same output %d times at temperature 0, which is greedy", params.n, params.n)
+        logger.warning("--n %d repeats the same output %d times at temperature 0, which is greedy", params.n, params.n)
 
 
 def output_record(prompt: Any, output: GenerationOutput) -> dict[str, Any]:
-    """A prompt and its output as JSON-able values."""
+    """Converts a prompt and its output to JSON-serialisable values."""
     return {
         "prompt": prompt,
         "text": output.text,
@@ -208,7 +214,7 @@ def output_record(prompt: Any, output: GenerationOutput) -> dict[str, Any]:
 
 
 def stats_record(stats: GenerationStats) -> dict[str, Any]:
-    """Counters and rates as JSON-able values."""
+    """Converts counters and rates to JSON-serialisable values."""
     return {
         "prompt_tokens": stats.prompt_tokens,
         "emitted": stats.emitted,
@@ -224,7 +230,7 @@ def stats_record(stats: GenerationStats) -> dict[str, Any]:
 
 
 def params_of(arguments: argparse.Namespace, loaded: Loaded) -> SamplingParams:
-    """The model's defaults with the given options on top; warns of options without effect."""
+    """Applies the sampling options to the model's defaults; warns about options without effect."""
     from dataclasses import replace
 
     params = replace(loaded.defaults, **sampling_settings(arguments))

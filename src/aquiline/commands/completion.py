@@ -1,4 +1,4 @@
-"""aquiline completion: a script for the shell's completion."""
+"""aquiline completion: prints a shell completion script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""aquiline demo: one answer with and without speculation, streamed, with both speeds."""
+"""aquiline demo: answers once with and once without drafts, and compares the speeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PROMPT = "Give me five tips for learning a new language, with a short explanatio
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("prompt", nargs="?", default=PROMPT, help="a user's turn")
-    parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each, interleaved (default: 3)")
+    parser.add_argument("--max-new-tokens", type=int, default=160, help="length of the answer (default: 160)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each mode, alternating (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_model_options(parser)
 
@@ -63,8 +63,8 @@ def _report(loaded: Loaded, outputs: dict[str, list[GenerationOutput]], as_json:
     identical = all(o.token_ids == first["plain"].token_ids for runs in outputs.values() for o in runs)
     if not all(speeds.values()):
         raise ValueError(
-            f"the answer has {len(first['plain'].token_ids)} tokens, too few to time; give another prompt, or allow "
-            "more with --max-new-tokens"
+            f"the answer has {len(first['plain'].token_ids)} tokens, too few to time; use another prompt or raise "
+            "--max-new-tokens"
         )
     speedup = speeds["speculative"] / speeds["plain"]
     tau = first["speculative"].stats.mean_accept_length
@@ -72,7 +72,7 @@ def _report(loaded: Loaded, outputs: dict[str, list[GenerationOutput]], as_json:
         record = {"draft": loaded.draft_name, "tokens_per_second": speeds, "speedup": speedup, "tau": tau}
         print(json.dumps(record | {"identical": identical, "tokens": len(first["plain"].token_ids)}))
         return 0
-    table = Table(title=f"{len(first['plain'].token_ids)} tokens, drafting by {loaded.draft_name}")
+    table = Table(title=f"{len(first['plain'].token_ids)} tokens, draft: {loaded.draft_name}")
     for column in ("", "tokens/s", "speedup", "tokens per forward (τ)"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("plain", f"{speeds['plain']:.1f}", "1.00×", "1.00")
@@ -88,6 +88,6 @@ def _report(loaded: Loaded, outputs: dict[str, list[GenerationOutput]], as_json:
 def _difference(plain: list[int], other: list[int], dtype: str) -> str:
     same = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
     return (
-        f"tokens: the first {same} of {len(plain)} agree, then two nearly equal logits tie differently "
-        f"(rounding of {dtype.removeprefix('torch.')}; with --dtype float32 they are identical)"
+        f"tokens: the first {same} of {len(plain)} agree; then {dtype.removeprefix('torch.')} rounding decides between "
+        "two nearly equal logits (with --dtype float32 the outputs are identical)"
     )

@@ -1,4 +1,4 @@
-"""aquiline doctor: what this machine has, and what is slow and why."""
+"""aquiline doctor: reports what this machine supports, what is slow, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,14 +87,14 @@ def _processor() -> str:
 def _advice(facts: dict[str, Any]) -> list[str]:
     lines = []
     if not facts["bfloat16 matrix products"]:
-        lines.append("no fast bfloat16 on this processor: float32 is the default, about half as fast")
+        lines.append("this processor lacks fast bfloat16: the default is float32, which is about half as fast")
     if not facts["packed path, float32"]:
-        lines.append("no prepacked kernels in this build of PyTorch: the reference path runs, plain decoding is slower")
+        lines.append("this PyTorch build lacks prepacked kernels: the slower reference path runs")
     if facts["threads"] != facts["cores"]:
         lines.append(
-            f"PyTorch uses {facts['threads']} threads of {facts['cores']} cores; set --threads or OMP_NUM_THREADS"
+            f"PyTorch uses {facts['threads']} threads on {facts['cores']} cores; set --threads or OMP_NUM_THREADS"
         )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > (facts["cores"] or 1) * 0.7:
         lines.append(f"the machine is busy (load {load:.1f}): timings will be noisy; OMP_WAIT_POLICY=passive helps")
-    return lines or ["nothing stands in the way"]
+    return lines or ["no problems found"]

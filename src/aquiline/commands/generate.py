@@ -1,4 +1,4 @@
-"""aquiline generate: prompts in, text out."""
+"""aquiline generate: generates text for prompts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ logger = logging.getLogger("aquiline")
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("prompt", nargs="*", help="prompts; each is a user's turn (default: standard input)")
-    parser.add_argument("--file", help="a prompt on each line (.jsonl: texts, messages or token ids); - reads stdin")
-    parser.add_argument("--raw", action="store_true", help="no chat template")
+    parser.add_argument("prompt", nargs="*", help="prompts, each a user's turn (default: standard input)")
+    parser.add_argument("--file", help="one prompt per line (.jsonl: texts, messages or token ids); - reads stdin")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object per output")
-    parser.add_argument("--profile", action="store_true", help="print where the time went")
+    parser.add_argument("--profile", action="store_true", help="print the time spent in each phase")
     add_model_options(parser)
     add_sampling_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; an output is printed as soon as it and all before it are there."""
+    """Runs the command; prints each output as soon as it and all earlier ones are finished."""
     prompts = read_prompts(arguments.prompt, arguments.file)
     loaded = load_model(arguments)
     params = params_of(arguments, loaded)

@@ -1,4 +1,4 @@
-"""Prompts from the command line, a file, or standard input."""
+"""Reads prompts from arguments, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 
 def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
-    """The prompts of the command line, of a file, or of standard input (one prompt, all of it).
+    """Returns the prompts from arguments, a file, or standard input (all of it as one prompt).
 
     Args:
-        words: prompts.
-        file: a prompt on each line; of a .jsonl file each line is a JSON text, a list of
-            messages, a list of token ids, or an object with "prompt" or "messages". "-" is
-            standard input, a prompt on each line.
+        words: prompts given as arguments.
+        file: one prompt per line; in a .jsonl file, a line is a JSON text, a list of messages, a list
+            of token ids, or an object with "prompt" or "messages". "-" reads standard input, one
+            prompt per line.
 
     Raises:
-        ValueError: if there is none, or the file cannot be read; with the line.
+        ValueError: if there is no prompt, or the file cannot be read; names the line.
     """
     if words and file is not None:
-        raise ValueError("prompts were given both as arguments and by --file; use one")
+        raise ValueError("prompts were given both as arguments and with --file; use one")
     if words:
         for number, word in enumerate(words, 1):
             if not word:
@@ -32,14 +32,16 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
         return _some([line for line in _standard_input().split("\n") if line.strip()], "standard input")
     if file is not None:
         try:
-            # Editors of some systems begin a file with a byte order mark, which is no part of the text.
-            # Not `splitlines`: a U+2028 in a JSON string, or a form feed in a text, ends no line.
+            # Some editors start a file with a byte order mark, which is not part of the text.
+            # Not `splitlines`: a U+2028 in a JSON string, or a form feed in a text, does not end a line.
             lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--file {file!r} cannot be read ({error}); give a UTF-8 text file") from error
         kind = Path(file).suffix.lower()
         if kind == ".json":
-            raise ValueError(f"--file {file!r} is JSON; allowed: a text, or a JSON value on each line of a .jsonl file")
+            raise ValueError(
+                f"--file {file!r} is JSON; allowed: a text file, or a .jsonl file with one JSON value per line"
+            )
         numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         if kind == ".jsonl":
             return _some([_json_prompt(file, number, line) for number, line in numbered], file)
@@ -59,7 +61,7 @@ def _standard_input() -> str:
 
 def _some(prompts: list[Any], place: str) -> list[Any]:
     if not prompts:
-        raise ValueError(f"{place} holds no prompt; write one on each line")
+        raise ValueError(f"{place} holds no prompt; write one per line")
     return prompts
 
 

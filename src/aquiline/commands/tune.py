@@ -1,4 +1,4 @@
-"""aquiline tune: the fastest method and tree on someone's own prompts, in a file that load() takes."""
+"""aquiline tune: finds the fastest method and tree on a user's prompts, and saves them for load()."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", help="files or folders of prompts (default: the embedded questions)")
     add_target_option(parser)
     parser.add_argument("--draft", help="head: auto, shipped name, folder or hub id (default: auto)")
-    parser.add_argument("--output", help="the file to write (default: tuned.json)")
-    parser.add_argument("--num-prompts", type=int, help="most prompts to use; half propose, half confirm (default: 16)")
-    parser.add_argument("--max-new-tokens", type=int, help="budget of an answer (default: 96)")
-    parser.add_argument("--temperature", type=float, help="of the answers (default: 0)")
-    parser.add_argument("--seed", type=int, help="of sampled answers")
-    parser.add_argument("--finalists", type=int, help="proposals of each drafter that are confirmed (default: 3)")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--output", help="file to write (default: tuned.json)")
+    parser.add_argument(
+        "--num-prompts", type=int, help="upper bound on prompts; half propose, half confirm (default: 16)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, help="upper bound on tokens per answer (default: 96)")
+    parser.add_argument("--temperature", type=float, help="temperature of the answers (default: 0)")
+    parser.add_argument("--seed", type=int, help="seed of sampled answers")
+    parser.add_argument("--finalists", type=int, help="proposals per drafter that are confirmed (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_machine_options(parser)
 
 
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         logger.warning("--seed has no effect at temperature 0, which is greedy")
     if given.get("draft", "auto") != "auto":
         head = resolve_head(given["draft"])
-        given["draft"] = head.name if head.parent == SHIPPED else str(head)  # a name holds on another machine too
+        given["draft"] = head.name if head.parent == SHIPPED else str(head)  # a name also works on other machines
     report = tune(TuneSettings(prompts=tuple(arguments.prompts), **given))
     if arguments.json:
         record = {"path": str(report.path), "choice": dataclasses.asdict(report.choice), "contestants": report.rows}

@@ -1,1 +1,1 @@
-"""What surrounds the loop: requests, batches, streams, chats and text."""
+"""Requests, batches, streams, chats and text, around the decoding loop."""

@@ -1,4 +1,4 @@
-"""Conversations that keep their keys and values from turn to turn."""
+"""Conversations that keep their keys and values across turns."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from aquiline.sampling import SamplingParams
 
 
 class ChatSession:
-    """A conversation; each turn computes only what is new.
+    """A conversation; each turn computes only new tokens.
 
-    Chat templates do not always write a conversation as a continuation of what they wrote
-    before: thoughts are dropped, answers tokenise differently than they were generated. So each
-    turn renders the whole conversation, keeps the longest beginning whose tokens are already in
-    the cache of target and drafter, and computes the rest: the same tokens as from scratch.
+    A chat template does not always extend its earlier rendering: it may drop thoughts, and
+    answers may tokenize differently than they were generated. So each turn renders the whole
+    conversation, keeps the longest prefix whose tokens are already cached by target and drafter,
+    and computes the rest. The result equals a computation from scratch.
 
     Args:
-        engine: with a tokenizer that has a chat template.
+        engine: its tokenizer must have a chat template.
         system: system prompt.
         messages: a conversation to continue, with "role" and "content".
-        defaults: settings of answers that name none; `n` must be 1.
+        defaults: settings for answers without their own; `n` must be 1.
 
     Raises:
         ValueError: if the tokenizer has no chat template, or n is not 1.
@@ -51,22 +51,22 @@ class ChatSession:
         self._answering = False
 
     def send(self, message: str, params: SamplingParams | None = None, **settings: Any) -> GenerationOutput:
-        """Says `message` and returns the whole answer; see `stream`."""
+        """Sends `message` and returns the whole answer; see `stream`."""
         outputs = [event.output for event in self.stream(message, params, **settings)]
-        assert outputs[-1] is not None, "a stream that runs to its end ends with the output"
+        assert outputs[-1] is not None, "a complete stream ends with the output"
         return outputs[-1]
 
     def stream(
         self, message: str, params: SamplingParams | None = None, **settings: Any
     ) -> Generator[StreamEvent, None, None]:
-        """Says `message` and yields the answer as it comes.
+        """Sends `message` and yields the answer as it is generated.
 
-        Both become part of `messages` when the answer ends. An answer that is closed or
-        interrupted stays as far as it was yielded; without any text the turn is withdrawn.
+        Both are appended to `messages` when the answer ends. If the stream is closed or
+        interrupted, the text yielded so far is kept; if there is none, the turn is dropped.
 
         Args:
-            message: what the user says.
-            params: settings of this answer instead of the defaults.
+            message: the user's turn.
+            params: settings of this answer, in place of the defaults.
             **settings: fields of `SamplingParams` that override them.
 
         Raises:
@@ -82,8 +82,8 @@ class ChatSession:
         room = self.engine.target.shape.max_positions - len(tokens)
         if room < max(1, params.min_new_tokens) and self.messages:
             raise ValueError(
-                f"the conversation has grown to {len(tokens)} tokens and leaves no room for an answer in the context "
-                f"of {room + len(tokens)}; begin a new one"
+                f"the conversation has {len(tokens)} tokens and leaves no room for an answer in the context of "
+                f"{room + len(tokens)}; begin a new one"
             )
         request = Request(tokens, params)
         check(self.engine, request)
@@ -91,7 +91,7 @@ class ChatSession:
         return self._answer(turn, emission)
 
     def close(self) -> None:
-        """Frees the keys and values; a later turn computes them again."""
+        """Frees the keys and values; the next turn recomputes them."""
         self._batch = None
 
     def _answer(self, turn: dict[str, Any], emission: Emission) -> Generator[StreamEvent, None, None]:
@@ -99,7 +99,7 @@ class ChatSession:
             raise RuntimeError("the last answer is still being streamed; finish or close it first")
         self._answering = True
         pieces: list[str] = []
-        finished = emission.finish_reason is not None  # no token was asked for
+        finished = emission.finish_reason is not None  # max_new_tokens is 0
         try:
             if finished:
                 yield StreamEvent(0, [], "", emission.finish_reason, emission.output())

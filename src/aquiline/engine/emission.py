@@ -1,4 +1,4 @@
-"""One output while it is made: what of a step's tokens is emitted, and where it ends."""
+"""An output in progress: how much of each step is emitted, and where the output ends."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from aquiline.stats import GenerationStats
 
 
 class Emission:
-    """Cuts the tokens of each step at the first stop, budget included, and makes the events.
+    """Cuts the tokens of each step at the first stop or the budget, and builds the events.
 
     Args:
-        engine: the engine that decodes it.
-        request: a checked request.
-        index: of the request in its call.
-        sample: which of its n outputs.
-        seed: the request's seed, resolved.
+        engine: decodes the request.
+        request: a request that passed `check`.
+        index: its index in the call.
+        sample: index among its n outputs.
+        seed: the request's seed, already resolved.
     """
 
     def __init__(self, engine: Engine, request: Request, index: int, sample: int, seed: int) -> None:
@@ -56,20 +56,20 @@ class Emission:
 
     @property
     def context_left(self) -> int:
-        """Positions of the context behind the tokens so far."""
+        """Unused positions of the context."""
         return self._context - len(self.prompt) - len(self._token_ids)
 
     @property
     def wants_logits(self) -> bool:
-        """True if log-probabilities were asked for."""
+        """True if log-probabilities were requested."""
         return self.params.logprobs is not None
 
     def take(self, tokens: Sequence[int], logits: Tensor | None) -> StreamEvent:
-        """Takes in what a step emitted.
+        """Adds the tokens of one step.
 
         Args:
-            tokens: at least one token; those behind the first stop are dropped.
-            logits: (len(tokens), V) that they were chosen from, if `wants_logits`.
+            tokens: at least one token; tokens after the first stop are dropped.
+            logits: (len(tokens), V), the logits they were chosen from; needed if `wants_logits`.
         """
         new: list[int] = []
         pieces: list[str] = []
@@ -113,7 +113,7 @@ class Emission:
                 self.finish_reason = "stop"
 
     def _finish_text(self, pieces: list[str]) -> None:
-        """Appends the text that was held back; a stop string may be complete only now."""
+        """Appends the held text; it may complete a stop string."""
         if self._detokenizer is None:
             return
         rest = self._detokenizer.finish()
@@ -126,7 +126,7 @@ class Emission:
             self.finish_reason = "stop"
 
     def output(self) -> GenerationOutput:
-        """The finished output."""
+        """Returns the finished output."""
         assert self.finish_reason is not None
         return GenerationOutput(
             prompt_tokens=list(self.prompt),

@@ -1,4 +1,4 @@
-"""Generation for any number of requests: blocking is a fold of streaming, plain is the same loop."""
+"""Generation for any number of requests; blocking calls collect the stream."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ __all__ = [
 
 
 def encode_prompt(engine: Engine, prompt: Prompt, *, raw: bool = False) -> list[int]:
-    """Turns a text, chat messages or token ids into a request's tokens; see `aquiline.engine.text.encode`."""
+    """Converts text, chat messages or token ids to a request's tokens; see `aquiline.engine.text.encode`."""
     return text.encode(engine.tokenizer, engine.target.shape.vocab_size, prompt, raw=raw)
 
 
 def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[StreamEvent]:
-    """Decodes requests as one batch; yields what each gains as soon as it is certain.
+    """Decodes requests as one batch; yields tokens and text as soon as they are final.
 
-    Requests that find no slot wait; a finished one leaves at once. An output depends on its own
-    request alone, not on what else is in the batch (where a drafter draws its drafts: in
-    distribution, for they share one generator). Closing the iterator frees everything.
+    Requests wait for a free slot, and leave it as soon as they finish. An output depends only on
+    its own request, not on the rest of the batch (with sampled drafts: in distribution, because
+    they share one generator). Closing the iterator frees everything.
 
     Args:
-        engine: the engine.
+        engine: runs the requests.
         requests: at least one.
 
     Yields:
-        Events; the last one of each output carries it.
+        Events; the last event of each output carries the whole output.
 
     Raises:
         ValueError: at the call, before any work, if a request cannot run.
@@ -57,7 +57,7 @@ def _emissions(engine: Engine, request: Request, index: int) -> list[Emission]:
 def _stream(engine: Engine, emissions: Sequence[Emission]) -> Iterator[StreamEvent]:
     waiting = [emission for emission in emissions if emission.finish_reason is None]
     for done in emissions:
-        if done.finish_reason is not None:  # no token was asked for
+        if done.finish_reason is not None:  # max_new_tokens is 0
             yield StreamEvent(done.index, [], "", done.finish_reason, done.output(), done.sample)
     if not waiting:
         return
@@ -80,12 +80,12 @@ def generate_requests(
     """Decodes requests as one batch and returns their outputs in order.
 
     Args:
-        engine: the engine.
+        engine: runs the requests.
         requests: any number.
         progress: called with every event.
 
     Returns:
-        The outputs of the first request (as many as its `n`), then those of the second, …
+        The n outputs of the first request, then those of the second, …
 
     Raises:
         ValueError: before any work, if a request cannot run.

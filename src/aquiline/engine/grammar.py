@@ -1,7 +1,7 @@
 """Grammar-constrained decoding: JSON schemas, regular expressions and grammars, through llguidance.
 
-A grammar is a logits processor like any other: it runs on visited nodes only, with that node's
-own text, so that speculative decoding stays exact::
+A grammar is an ordinary logits processor: it runs on visited nodes only, with that node's own
+text, so speculative decoding stays exact::
 
     from aquiline.engine.grammar import json_schema
 
@@ -24,34 +24,33 @@ from aquiline.engine.request import Engine
 
 
 class Grammar:
-    """A checked grammar; each request gets its own `GrammarProcessor`. Made by the functions below.
+    """A valid grammar, created by the functions below; each output gets its own `GrammarProcessor`.
 
     Args:
         tokenizer: llguidance's tokenizer.
-        source: the grammar in llguidance's form.
-        end_ids: tokens that may end a text that the grammar accepts.
+        source: the grammar in llguidance's format.
+        end_ids: tokens that may end a text accepted by the grammar.
     """
 
     def __init__(self, tokenizer: Any, source: str, end_ids: Sequence[int]) -> None:
         self.tokenizer, self.source, self.end_ids = tokenizer, source, tuple(end_ids)
 
     def for_request(self, prompt_length: int) -> GrammarProcessor:
-        """The processor of a request whose prompt has `prompt_length` tokens."""
         from llguidance import LLMatcher
 
         return GrammarProcessor(LLMatcher(self.tokenizer, self.source), prompt_length, self.end_ids)
 
 
 class GrammarProcessor:
-    """Bars every token that the grammar does not allow after a request's output so far.
+    """Bars every token that the grammar does not allow after the output so far.
 
-    The matcher follows the texts that it is asked about: it goes back to what the last and the
-    present one have in common, and on from there.
+    The matcher follows the texts of the visited nodes: it rolls back to the common prefix of the
+    previous and the current text, and continues from there.
 
     Args:
-        matcher: an `LLMatcher` at the beginning of its grammar.
-        prompt_length: tokens that are not part of the output.
-        end_ids: the only tokens allowed after a text that the grammar does not know.
+        matcher: an `LLMatcher` at the start of its grammar.
+        prompt_length: prompt tokens, which the grammar ignores.
+        end_ids: the only tokens allowed after a text that the grammar rejects.
     """
 
     def __init__(self, matcher: Any, prompt_length: int, end_ids: Sequence[int]) -> None:
@@ -63,12 +62,12 @@ class GrammarProcessor:
         allowed = self._allowed(input_ids[0, self._prompt_length :].tolist(), scores.shape[-1]).to(scores.device)
         barred = scores.masked_fill(~allowed, -torch.inf)
         if torch.isneginf(barred).all():
-            # Another setting bars all that the grammar allows: the grammar is what was promised.
+            # Another setting bars every token that the grammar allows: the grammar takes precedence.
             return torch.zeros_like(scores).masked_fill(~allowed, -torch.inf)
         return barred
 
     def _allowed(self, output: list[int], vocabulary: int) -> Tensor:
-        """(V,) bool, which tokens may follow `output`."""
+        """Returns (V,) bool: the tokens that may follow `output`."""
         allowed = torch.zeros(vocabulary, dtype=torch.bool)
         if not self._follow(output):
             allowed[self._end_ids] = True
@@ -78,7 +77,7 @@ class GrammarProcessor:
         return allowed
 
     def _follow(self, output: list[int]) -> bool:
-        """Brings the matcher behind `output`; False if the grammar has no such text or it has ended."""
+        """Advances the matcher to the end of `output`; False if the grammar rejects it or has ended."""
         size = min(len(output), len(self._read))
         while output[:size] != self._read[:size]:
             size -= 1
@@ -90,30 +89,30 @@ class GrammarProcessor:
 
 
 def json_schema(engine: Engine, schema: str | Mapping[str, Any]) -> Grammar:
-    """Output is JSON that fits a schema.
+    """Constrains the output to JSON that matches a schema.
 
     Args:
-        engine: gives tokenizer and end tokens.
+        engine: provides the tokenizer and end tokens.
         schema: a JSON schema, as text or as a mapping; {} allows any JSON.
 
     Raises:
-        ValueError: if the schema is not one, or uses what llguidance does not support.
-        ImportError: without llguidance.
+        ValueError: if the schema is invalid, or uses features that llguidance does not support.
+        ImportError: if llguidance is not installed.
     """
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the schema is no JSON ({error}); allowed: what json.dumps writes") from error
+        raise ValueError(f"the schema is not JSON ({error}); allowed: values that json.dumps accepts") from error
     return _grammar(engine, "grammar_from_json_schema", text)
 
 
 def regex(engine: Engine, pattern: str) -> Grammar:
-    """Output as a whole matches a regular expression (Rust's syntax, no look-around); see `json_schema`."""
+    """Constrains the whole output to a regular expression (Rust's syntax, no look-around); see `json_schema`."""
     return _grammar(engine, "grammar_from_regex", pattern)
 
 
 def lark(engine: Engine, source: str) -> Grammar:
-    """Output is a sentence of a context-free grammar in Lark's notation; see `json_schema`."""
+    """Constrains the output to a context-free grammar in Lark's notation; see `json_schema`."""
     return _grammar(engine, "grammar_from_lark", source)
 
 
@@ -123,12 +122,14 @@ def _grammar(engine: Engine, kind: str, source: str) -> Grammar:
     except ImportError as error:
         raise ImportError("grammars need llguidance; install it with: pip install 'aquiline[grammar]'") from error
     if not isinstance(engine, Engine):
-        raise TypeError(f"the engine of a grammar is a {type(engine).__name__}; allowed: an Engine (loaded.engine)")
+        raise TypeError(f"engine is a {type(engine).__name__}; allowed: an Engine (loaded.engine)")
     check_kind("a grammar's source", source, isinstance(source, str), "a text")
     if engine.tokenizer is None:
-        raise ValueError("a grammar needs a tokenizer, and this engine has none")
+        raise ValueError("a grammar needs a tokenizer, which this engine lacks; pass one to load()")
     if not engine.end_ids:
-        raise ValueError("a grammar needs an end-of-sequence token to end with; allowed: an engine with end_ids")
+        raise ValueError(
+            "a grammar needs an end-of-sequence token, which this engine lacks; allowed: an engine with end_ids"
+        )
     try:
         grammar = getattr(LLMatcher, kind)(source)
         tokenizer = _tokenizer(engine.tokenizer, engine.end_ids, engine.target.shape.vocab_size)
@@ -142,7 +143,7 @@ def _grammar(engine: Engine, kind: str, source: str) -> Grammar:
 
 @lru_cache(maxsize=4)
 def _tokenizer(tokenizer: Any, end_ids: tuple[int, ...], vocabulary: int) -> Any:
-    """llguidance's copy of a tokenizer; takes about a second for a large one."""
+    """llguidance's copy of a tokenizer; building a large one takes about a second."""
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(end_ids))

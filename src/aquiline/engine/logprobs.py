@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[list[float], list[dict[int, float]]]:
-    """Log-probabilities before temperature and processors.
+    """Computes log-probabilities before temperature and processors.
 
     Args:
-        logits: (≥ T, V) target logits; row i is what token i was chosen from.
+        logits: (≥ T, V) target logits; token i was chosen from row i.
         tokens: T emitted tokens.
         top: alternatives to report, ≥ 0.
 
     Returns:
-        T log-probabilities (nats), and per token the `top` likeliest ids with theirs, likeliest first.
+        T log-probabilities in nats, and per token the `top` likeliest ids with theirs, in descending order.
     """
     scores = logits[: len(tokens)].float().log_softmax(-1)
     index = torch.tensor(list(tokens), device=scores.device)[:, None]

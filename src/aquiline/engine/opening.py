@@ -1,4 +1,4 @@
-"""From what a user names as a target to a model, its tokenizer, its end tokens and its defaults."""
+"""Opens a target by name: model, tokenizer, end tokens and sampling defaults."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ logger = logging.getLogger("aquiline")
 def open_target(
     target: Any, tokenizer: Any, dtype: torch.dtype | str | None, device: str | torch.device
 ) -> tuple[Path | None, Target, Any]:
-    """Returns a target's folder (None for a model that was passed in), its model and its tokenizer.
+    """Returns a target's folder (None for a model passed as an object), its model and its tokenizer.
 
     Args:
         target: alias, model folder, GGUF file, hub id, a transformers model or a `Target`.
-        tokenizer: what was given; None takes the folder's own.
-        dtype: of the weights, or None for what is fast.
+        tokenizer: the user's tokenizer; None uses the one in the folder.
+        dtype: of the weights; None chooses a fast one.
         device: where the model runs.
 
     Raises:
-        TypeError: for anything else.
-        ValueError: an unknown name, or a dtype or device that is not there or not the model's.
+        TypeError: for a target of any other type.
+        ValueError: for an unknown name, or a dtype or device that is unavailable or differs from
+            that of a model passed as an object.
     """
     from aquiline.models.resolve import resolve_target
     from aquiline.models.tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ def open_target(
 
 
 def _as_given(target: Any, dtype: torch.dtype | str | None, device: str | torch.device) -> Target:
-    """A model that was passed in, as a target."""
+    """Wraps a model passed as an object."""
     from aquiline.targets.hf import target_from_hf
 
     if not hasattr(target, "new_cache") and not isinstance(target, torch.nn.Module):
@@ -57,15 +58,15 @@ def _as_given(target: Any, dtype: torch.dtype | str | None, device: str | torch.
 
 
 def _check_given(target: Target, dtype: torch.dtype | str | None, device: str | torch.device) -> None:
-    """A model that was passed in stays what and where it is: refuses to promise something else."""
+    """Rejects a dtype or device that differs from the model's: a model passed as an object is not moved."""
     if dtype is not None and _dtype(dtype, device) != target.dtype:
         raise ValueError(
-            f"dtype is {dtype}, but the model is in {target.dtype}; convert it before, and leave out dtype"
+            f"dtype is {dtype}, but the model is in {target.dtype}; convert the model first, and omit dtype"
         )
     # The default device says nothing about the model's.
     if _device(device).type not in ("cpu", target.device.type):
         raise ValueError(
-            f"device is {device}, but the model is on {target.device}; move it before, and leave out device"
+            f"device is {device}, but the model is on {target.device}; move the model first, and omit device"
         )
 
 
@@ -79,7 +80,7 @@ def _device(device: str | torch.device) -> torch.device:
 def _existing(device: torch.device) -> torch.device:
     there = torch.cuda.device_count()
     if device.type == "meta" or (device.type == "cuda" and (device.index or 0) >= there):
-        raise ValueError(f"device is '{device}', and PyTorch sees {there} CUDA devices here; allowed: 'cpu', …")
+        raise ValueError(f"device is '{device}', and PyTorch sees {there} CUDA devices; allowed: 'cpu', …")
     return device
 
 
@@ -104,7 +105,7 @@ def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch
 
 
 def fast_copy(target: Target, exact: bool | None) -> Target:
-    """The packed CPU copy of our own decoder where the machine has its kernels, else the target itself."""
+    """Returns the packed CPU copy of our own decoder if this machine supports it, else the target itself."""
     from aquiline.targets.decoder import Decoder
     from aquiline.targets.packed import packed
 
@@ -122,7 +123,7 @@ def _generation_config(file: Path) -> dict[str, Any]:
 
 
 def generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:
-    """End tokens and sampling defaults from generation_config, else from the tokenizer."""
+    """Returns end tokens and sampling defaults, from generation_config or else the tokenizer."""
     config: dict[str, Any] = {}
     if path is not None and (path / "generation_config.json").is_file():
         config = _generation_config(path / "generation_config.json")
@@ -133,7 +134,7 @@ def generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple
         end = tokenizer.eos_token_id
     ids = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
     if not all(type(token) is int for token in ids):
-        raise ValueError(f"generation_config has eos_token_id {end!r}; allowed: a token id, or several")
+        raise ValueError(f"generation_config has eos_token_id {end!r}; allowed: a token id, or a list of them")
     if not config.get("do_sample"):
         return ids, SamplingParams()
     try:
@@ -143,6 +144,6 @@ def generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple
             top_p=config.get("top_p") or 1.0,
         )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the model's generation_config is not usable: {error}") from error
+        raise ValueError(f"the model's generation_config is invalid: {error}") from error
     logger.info("the model's generation_config samples: %s; give temperature=0 for greedy output", sampled)
     return ids, sampled

@@ -1,4 +1,4 @@
-"""What goes into a generation and what comes out."""
+"""The records of a generation: engine, request, events and output."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from aquiline.verify import LossyRule
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """A target, its drafter and tokenizer: all that requests share. Holds no request's state.
+    """A target, its drafter and tokenizer, shared by all requests. Holds no request's state.
 
     Any number of streams may run on one engine, interleaved or from several threads: each has
-    its own cache, and the lock is held for one unit of work at a time (a piece of a prefill or
-    a step). One stream belongs to one thread at a time, like any generator.
+    its own cache, and the lock is held for one unit of work at a time (a chunk of a prefill or
+    a step). Like any generator, a stream belongs to one thread at a time.
 
     Attributes:
         target: the target.
         drafter: the drafter, or None for plain decoding.
-        tokenizer: a Hugging Face tokenizer, or None where prompts are token ids and outputs too.
+        tokenizer: a Hugging Face tokenizer, or None to work with token ids only.
         end_ids: the model's end-of-sequence tokens.
         lossy: an acceptance rule that changes the output distribution.
-        max_rows: most requests decoded at once in one call, ≥ 1; the others wait for a slot.
-        lock: held while the target or the drafter work.
+        max_rows: requests that decode at once in one call, ≥ 1; the others wait for a slot.
+        lock: held while the target or the drafter works.
     """
 
     target: Target
@@ -51,11 +51,11 @@ class Engine:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt and how to continue it.
+    """One prompt and its settings.
 
     Attributes:
         tokens: the prompt, at least one token id.
-        params: settings; `params.n` outputs are made.
+        params: settings; the request produces `params.n` outputs.
     """
 
     tokens: list[int]
@@ -68,16 +68,16 @@ class GenerationOutput:
 
     Attributes:
         prompt_tokens: ids of the prompt.
-        token_ids: emitted ids. The token that ended the output (an end-of-sequence token, one of
-            `stop_token_ids`, the one that completed a stop string) is the last of them.
-        text: their text without special tokens, without the token that ended the output, and up
-            to the stop string that ended it; empty for an engine without a tokenizer.
+        token_ids: emitted ids, including the token that ended the output (an end-of-sequence token,
+            one of `stop_token_ids`, or the token that completed a stop string).
+        text: the text of `token_ids` without special tokens, cut before the end token or stop
+            string; empty for an engine without a tokenizer.
         finish_reason: "eos" (one of the model's end-of-sequence tokens), "stop" (a stop string or
-            one of `stop_token_ids`) or "length" (max_new_tokens or the context is used up).
-        stats: counters of this output; `seconds` are those of the batch while it was in its slot.
-        seed: seed of its draws; the same prompt and settings with it give the same output.
-        logprobs: log-probability of each of `token_ids` if asked for.
-        top_logprobs: per token, id → log-probability of the likeliest ids, if asked for.
+            one of `stop_token_ids`) or "length" (max_new_tokens or the context is exhausted).
+        stats: counters of this output; `seconds` are those of the batch while it held a slot.
+        seed: seed of its draws; repeats the output for the same prompt and settings.
+        logprobs: log-probability of each of `token_ids`, if requested.
+        top_logprobs: per token, id → log-probability of the likeliest ids, if requested.
     """
 
     prompt_tokens: list[int]
@@ -92,16 +92,16 @@ class GenerationOutput:
 
 @dataclass(frozen=True, eq=False)
 class StreamEvent:
-    """What one request gained in one step.
+    """The tokens and text that one step added to one output.
 
     Attributes:
-        index: of the request.
+        index: index of the request in its call.
         token_ids: newly emitted ids.
-        text: newly emitted text; never half a character nor a part of what may become a stop
-            string. The texts of a request's events join to `GenerationOutput.text`.
+        text: newly emitted text; never ends inside a character or a possible stop string. The
+            texts of an output's events join to `GenerationOutput.text`.
         finish_reason: set in the last event of an output.
         output: the whole output, in its last event.
-        sample: which of the request's n outputs.
+        sample: index among the request's n outputs.
     """
 
     index: int
@@ -114,18 +114,18 @@ class StreamEvent:
 
 @runtime_checkable
 class RequestProcessor(Protocol):
-    """In `SamplingParams.logits_processors`, something that makes a processor for each output.
+    """An entry of `SamplingParams.logits_processors` that creates a new processor for each output.
 
-    For processors with a state of their own, such as a grammar.
+    For stateful processors, such as a grammar.
     """
 
     def for_request(self, prompt_length: int) -> LogitsProcessor:
-        """The processor of one output whose prompt has `prompt_length` tokens."""
+        """Creates the processor for an output whose prompt has `prompt_length` tokens."""
         ...
 
 
 def own_processors(params: SamplingParams, prompt_length: int) -> SamplingParams:
-    """`params` with a processor made for this output in place of each `RequestProcessor`."""
+    """Replaces each `RequestProcessor` in `params` by a processor created for this output."""
     if not any(isinstance(processor, RequestProcessor) for processor in params.logits_processors):
         return params
     made = (p.for_request(prompt_length) if isinstance(p, RequestProcessor) else p for p in params.logits_processors)
@@ -133,16 +133,16 @@ def own_processors(params: SamplingParams, prompt_length: int) -> SamplingParams
 
 
 def check(engine: Engine, request: Request, index: int = 0, count: int = 1) -> None:
-    """Refuses what cannot run, before any work.
+    """Rejects a request that cannot run, before any work.
 
     Args:
-        engine: the engine.
+        engine: runs the request.
         request: the request.
-        index: which one it is.
-        count: of so many.
+        index: its index in the call.
+        count: number of requests in the call; above 1, errors name the request.
 
     Raises:
-        ValueError: naming the value, what is allowed, and the remedy.
+        ValueError: with the value, what is allowed, and the remedy.
     """
     _check_params(engine, request.params)
     with naming_prompt(index, count):
@@ -157,8 +157,8 @@ def _check_prompt(engine: Engine, request: Request) -> None:
     least = max(1, params.min_new_tokens) if params.max_new_tokens else 0
     if len(tokens) + least > context:
         raise ValueError(
-            f"a prompt of {len(tokens)} tokens leaves no room for {least} new ones: the context of this model is "
-            f"{context}; shorten the prompt to {context - least} tokens"
+            f"a prompt of {len(tokens)} tokens leaves no room for {least} new ones: this model's context is {context}; "
+            f"shorten the prompt to {context - least} tokens"
         )
 
 
@@ -171,17 +171,17 @@ def _check_params(engine: Engine, params: SamplingParams) -> None:
             f"min_new_tokens is {params.min_new_tokens}; allowed: 0 … max_new_tokens ({params.max_new_tokens})"
         )
     if params.stop and engine.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        raise ValueError("stop strings need a tokenizer, which this engine lacks; use stop_token_ids")
     lossy = engine.lossy is not None and not engine.lossy.exact
     if lossy and params.temperature == 0:
         raise ValueError(
-            "temperature is 0: lossy acceptance needs temperature > 0; drop the lossy rule for greedy output"
+            "temperature is 0, but lossy acceptance needs temperature > 0; remove the lossy rule for greedy output"
         )
 
 
 @contextmanager
 def naming_prompt(index: int, count: int) -> Iterator[None]:
-    """Of several prompts, says which one an error is about."""
+    """Prefixes errors with the prompt's number, if there are several prompts."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -198,27 +198,27 @@ def _check_ids(what: str, ids: Any, vocabulary: int) -> None:
 
 
 def merged_params(params: SamplingParams | None, defaults: SamplingParams, settings: dict[str, Any]) -> SamplingParams:
-    """`params`, or the defaults without any, with single settings on top.
+    """Applies `settings` on top of `params`, or of `defaults` if `params` is None.
 
     Raises:
-        TypeError: for an unknown setting, or `params` of another kind.
+        TypeError: for an unknown setting, or `params` of the wrong type.
     """
     known = SamplingParams.__dataclass_fields__
     unknown = sorted(settings.keys() - known.keys())
     if unknown:
         raise TypeError(f"unknown setting {unknown[0]!r}; allowed: {', '.join(known)}")
     good = isinstance(params, SamplingParams | None)
-    check_kind("params", params, good, "SamplingParams or None; give single settings by name")
+    check_kind("params", params, good, "SamplingParams or None; pass single settings by name")
     return replace(defaults if params is None else params, **settings)
 
 
 def fresh_seed() -> int:
-    """A seed for a request that named none."""
+    """Draws a seed for a request without one."""
     return secrets.randbits(48)
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """Seed of one of a request's n outputs; the first one's is the request's own."""
+    """Derives the seed of one of a request's n outputs; the first uses the request's own."""
     if sample == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=6).digest()

@@ -1,4 +1,4 @@
-"""Stop strings, found while the text arrives in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Passes text on until a stop string is complete, and holds back what may become one.
+    """Releases text until a stop string is complete, and holds back a possible start of one.
 
-    An occurrence counts when its last character arrives while the scanner is armed; the text is
-    cut at the earliest start among the strings that a piece completes. Only an ending that is the
-    beginning of a stop string is held back, so nothing waits longer than it must.
+    An occurrence counts if its last character arrives while the scanner is armed; the text is cut
+    at the earliest start among the stop strings that a piece completes. Only a suffix that is a
+    prefix of a stop string is held back, so no text waits longer than necessary.
 
     Args:
         stops: non-empty strings.
@@ -21,15 +21,15 @@ class StopScanner:
         self._held = ""
 
     def scan(self, piece: str, armed: bool = True) -> tuple[str, bool]:
-        """Takes in `piece`; returns the text that may be shown, and whether a stop string ended it.
+        """Adds `piece`; returns the text to release, and whether a stop string ended it.
 
         Args:
             piece: the next characters.
-            armed: False while the output is too short to end; occurrences completed then pass.
+            armed: False while the output is too short to end; occurrences completed then are ignored.
         """
         buffer, before = self._held + piece, len(self._held)
         if armed:
-            # What ended within `held` was completed earlier: only ends inside `piece` count.
+            # Occurrences that end within the held text were completed earlier; only ends inside `piece` count.
             found = [buffer.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
             starts = [start for start in found if start >= 0]
             if starts:
@@ -40,12 +40,12 @@ class StopScanner:
         return buffer[: len(buffer) - keep], False
 
     def flush(self) -> str:
-        """Returns what is held back: the output ended, no stop string can follow."""
+        """Returns the held text; the output has ended, so no stop string can follow."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(stop) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

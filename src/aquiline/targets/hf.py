@@ -1,11 +1,11 @@
 """Any causal language model of transformers as a target, through transformers' own modeling code.
 
-The model is never modified: it gets our cache, explicit positions and one additive mask per
-kind of layer as arguments. What decides whether that is exact is not a list of names but a
-probe at construction: a ragged tree forward must give the logits of the model's own plain forward.
+The model is never modified: it receives our cache, explicit positions and one additive mask per
+kind of layer as arguments. A probe at construction decides whether this is exact: a ragged tree
+forward must give the logits of the model's own plain forward.
 
-A mixture-of-experts model is a target like any other. Each node of a tree picks its own experts, so
-the weights that a step reads grow with the nodes; a chain of few nodes pays there sooner than a tree.
+Mixture-of-experts models work too. Each node of a tree chooses its own experts, so the weights that
+a step reads grow with the number of nodes; short chains pay sooner than trees there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from aquiline.targets.target import Feature, Target, TargetOutput, TargetShape, 
 
 
 class HFTarget:
-    """A transformers causal LM behind `Target`.
+    """Adapts a transformers causal LM to `Target`.
 
-    Quantised models, PEFT adapters and models spread over devices work as they are; the cache
+    Quantised models, PEFT adapters and models spread over devices work unchanged; the cache
     lies on the device of the first layer's keys.
 
     Args:
@@ -48,8 +48,8 @@ class HFTarget:
         device: where tokens go and results are returned.
 
     Raises:
-        TypeError: if `model` is no transformers model.
-        ValueError: for a model that cannot verify a tree, naming why and the remedy.
+        TypeError: if `model` is not a transformers model.
+        ValueError: for a model that cannot verify a tree, with the reason and the remedy.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,12 +71,12 @@ class HFTarget:
         except (RuntimeError, TypeError, AttributeError, LookupError) as error:
             name, reason = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"{name} cannot run with a cache of our own ({reason}); decode it with transformers"
+                f"{name} cannot run with Aquiline's cache ({reason}); decode it with transformers"
             ) from error
 
     @torch.no_grad()
     def _measure(self, config: Any, limit: int) -> None:
-        """Runs one token and reads off what configurations state in many ways."""
+        """Runs one token to measure sizes and dtypes, which configurations state in many ways."""
         from aquiline.targets.hf_cache import recorded_slots, recording_cache
 
         cache = recording_cache()
@@ -94,11 +94,11 @@ class HFTarget:
 
     @torch.no_grad()
     def _find_windows(self, config: Any) -> dict[str, int | None]:
-        """Finds out whether the model applies the window that its configuration names.
+        """Determines whether the model applies the sliding window in its configuration.
 
-        Two tokens run behind a made-up context that is longer than the window: zeros, but for the
-        slots that the window hides, which are loud. What the model hears of them under its own
-        mask it must hear under ours.
+        Two tokens run after an artificial context that is longer than the window. It holds zeros,
+        except for large values in the slots that the window hides, so the output shows whether they
+        are visible. Our mask must give the same output as the model's own.
         """
         window = window_size(config)
         if window is None or window >= self.shape.max_positions:
@@ -147,16 +147,17 @@ class HFTarget:
             reference = model(input_ids=sequence, use_cache=False).logits[0, -1].to(self.device)
             own = self._base(sequence, use_cache=False, return_dict=True).last_hidden_state[0, -1]
             if difference(self.project(own.to(self.device)), reference) > tolerance(self.dtype, 1e-2):
-                raise ValueError(f"{name} makes logits of hidden states in an unknown way; decode it with transformers")
+                raise ValueError(
+                    f"{name} computes logits from hidden states in an unknown way; decode it with transformers"
+                )
             if difference(out.logits[row, 2], reference) > tolerance(self.dtype, 0.15):
                 raise ValueError(
-                    f"{name} does not compute a tree of drafts as it computes plain text (its attention ignores the "
+                    f"{name} computes a draft tree differently from plain text (its attention ignores the "
                     "mask or the positions, or it quantises activations over the whole batch); "
                     "load it with attn_implementation='eager', or decode it with transformers"
                 )
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """See `Target.new_cache`; as wide as the widest layer."""
         slots = self._slots.values()
         return new_cache(
             layers=len(slots),
@@ -181,7 +182,7 @@ class HFTarget:
         features: Sequence[Feature] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        """See `Target.forward`.
+        """Implements `Target.forward`.
 
         Raises:
             ValueError: for an unknown feature, and for boundary n, which transformers does not return.
@@ -195,7 +196,7 @@ class HFTarget:
             )
         placement = place(cache, rows, tokens.shape[1])
         if self._clamped:
-            # Nodes beyond the context are never accepted, but would switch everybody's frequencies.
+            # Nodes beyond the context are never accepted, but would change the frequencies of all others.
             positions = positions.clamp(max=self.shape.max_positions - 1)
         boundaries = sorted({f for f in features if isinstance(f, int)})
         out = self._run(tokens, positions, cache, placement, self._masks(placement, positions, ancestors), boundaries)
@@ -221,7 +222,7 @@ class HFTarget:
         masks: Any,
         boundaries: Sequence[int] = (),
     ) -> Any:
-        """The model below its head; `masks` None leaves the mask to transformers."""
+        """Runs the model without its head; with `masks` None, transformers builds the mask."""
         from aquiline.targets.hf_cache import bridge
 
         return self._base(
@@ -235,7 +236,7 @@ class HFTarget:
         )
 
     def _masks(self, placement: Placement, positions: Tensor, ancestors: Tensor | None) -> Any:
-        """One additive (B, 1, T, span) mask, or one for each kind of layer."""
+        """Returns one additive (B, 1, T, span) mask, or one per kind of layer."""
         masks: dict[str, Any] = {}
         for kind, window in self._windows.items():
             mask = attention_mask(placement, positions, ancestors, window, self._cache_dtype)
@@ -244,12 +245,10 @@ class HFTarget:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Target.embed`; as the model's embedding module returns them."""
         result: Tensor = self.model.get_input_embeddings()(tokens)
         return result.to(self.device)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """See `Target.project`."""
         logits = self._rule.apply(self._head(hidden)).to(self.device)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -263,9 +262,9 @@ def _device(model: Any) -> torch.device:
 
 
 def target_from_hf(model: nn.Module) -> Target:
-    """Makes a target of a transformers model, on our own decoder where that computes the same.
+    """Wraps a transformers model as a target, in our own decoder if that computes the same.
 
-    The decoder shares the model's parameters; nothing is copied and nothing of the model changes.
+    The decoder shares the model's parameters; nothing is copied, and the model is not modified.
 
     Args:
         model: a causal LM in eval mode, or a PEFT wrapper of one.

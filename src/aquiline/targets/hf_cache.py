@@ -1,6 +1,6 @@
-"""Our cache behind the cache interface of transformers.
+"""Presents our cache through the cache interface of transformers.
 
-Imports transformers, and is itself imported only by what already holds a transformers model.
+Imports transformers, so it is itself imported only where a transformers model already exists.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from aquiline.targets.attention import Placement, read, write
 
 @dataclass(frozen=True)
 class LayerSlot:
-    """Where the keys and values of one layer of the model lie in a `KVCache`.
+    """Where the keys and values of one model layer lie in a `KVCache`.
 
-    The cache is one block for all layers, as wide as the widest; a narrower layer uses the
-    front of its heads and dimensions.
+    The cache is one block for all layers, as wide as the widest layer; a narrower layer uses the
+    first heads and dimensions.
 
     Attributes:
         index: layer of the `KVCache`.
@@ -62,7 +62,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return (keys, values) if away is None else (keys.to(away), values.to(away))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the cache was allocated before."""
+        """Does nothing: the cache is already allocated."""
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return self._placement.span, 0
@@ -79,7 +79,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _narrowed(cache: KVCache, slot: LayerSlot) -> KVCache:
-    """One layer of `cache` as a cache of its own, a view."""
+    """Returns one layer of `cache` as a separate cache that shares its memory."""
     return KVCache(
         key_block=cache.key_block[slot.index : slot.index + 1, :, : slot.heads, :, : slot.key_dim],
         value_block=cache.value_block[slot.index : slot.index + 1, :, : slot.heads, :, : slot.value_dim],
@@ -89,24 +89,24 @@ def _narrowed(cache: KVCache, slot: LayerSlot) -> KVCache:
 
 
 def bridge(cache: KVCache, placement: Placement, slots: Mapping[int, LayerSlot], layers: int) -> Cache:
-    """Returns what a transformers model takes as its cache for one forward.
+    """Returns a transformers cache for one forward, backed by `cache`.
 
     Args:
         cache: written at `placement`; its lengths are not advanced.
         placement: rows and slots of the forward.
-        slots: model layer → its place; layers that reuse the keys of others are absent.
+        slots: model layer → its slot; layers that reuse the keys of others are absent.
         layers: decoder layers of the model.
     """
     return Cache(layers=[_SlotLayer(cache, placement, slots.get(i)) for i in range(layers)])
 
 
 def recording_cache() -> DynamicCache:
-    """An empty cache of transformers' own, to see what a model puts into it."""
+    """Returns an empty transformers cache, to record what a model writes into it."""
     return DynamicCache()
 
 
 def recorded_slots(cache: DynamicCache) -> dict[int, LayerSlot]:
-    """The places that the layers need which wrote into `cache`, in layer order."""
+    """Returns a slot for each layer that wrote into `cache`, in layer order."""
     slots: dict[int, LayerSlot] = {}
     for i, layer in enumerate(cache.layers):
         if layer.keys is not None:
@@ -115,7 +115,7 @@ def recorded_slots(cache: DynamicCache) -> dict[int, LayerSlot]:
 
 
 def unsupported_layers(config: Any) -> list[str]:
-    """Names of the cache layers that transformers gives this model and that hold more than keys and values."""
+    """Names the types of this model's transformers cache layers that hold more than keys and values."""
     plain = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
     kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
     return sorted(set(kinds) - set(plain))

@@ -1,4 +1,4 @@
-"""What the adapter reads from a transformers model before it runs it, and what it refuses by name."""
+"""Reads a transformers model's settings before it runs, and rejects unsupported models by name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 _BACKENDS = ("sdpa", "eager")
 _NO_ATTENTION = ("moe", "mlp", "dense", "sparse")
-# `layer_types` that say what the MLP is, or that there is none.
+# `layer_types` that describe the MLP, not the attention.
 
 
 @dataclass(frozen=True)
 class HeadRule:
-    """What a model does to the output of its LM head, in this order.
+    """Operations on the output of the LM head, applied in this order.
 
     Attributes:
         factor: multiplies (Cohere).
@@ -30,7 +30,7 @@ class HeadRule:
     cap: float | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Applies the rule in the dtype of `logits`, as the models do."""
+        """Applies the operations in the dtype of `logits`, as the models do."""
         if self.factor is not None:
             logits = logits * self.factor
         if self.divisor is not None:
@@ -43,28 +43,28 @@ class HeadRule:
 def unwrap(model: Any) -> Any:
     """Returns the transformers model inside a PEFT wrapper, or `model` itself.
 
-    Adapters that sit inside the layers (LoRA and its kin) stay active.
+    Adapters inside the layers (LoRA and similar) stay active.
 
     Raises:
-        ValueError: for prompt learning, which lives in the wrapper.
+        ValueError: for prompt learning, which only the wrapper applies.
     """
     inner = getattr(model, "get_base_model", None)
     if inner is None:
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
-            f"{type(model).__name__} learns a prompt outside the model, which a cache of our own cannot hold; "
+            f"{type(model).__name__} learns a prompt outside the model, which Aquiline's cache cannot hold; "
             "allowed: adapters inside the layers such as LoRA"
         )
     return inner()
 
 
 def check_model(model: Any) -> None:
-    """Refuses by name what cannot verify a tree.
+    """Rejects models that cannot verify a tree.
 
     Raises:
-        TypeError: if `model` is no transformers model.
-        ValueError: naming the reason and the remedy.
+        TypeError: if `model` is not a transformers model.
+        ValueError: with the reason and the remedy.
     """
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
@@ -87,7 +87,9 @@ def check_model(model: Any) -> None:
             "load it with attn_implementation='sdpa' or 'eager'"
         )
     if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(base_model(model).forward).parameters:
-        raise ValueError(f"{name} takes its positions from its mask, which a tree cannot give; allowed: position_ids")
+        raise ValueError(
+            f"{name} derives positions from its mask, which a tree mask cannot encode; allowed: position_ids"
+        )
 
 
 def _check_cache(model: Any, name: str) -> None:
@@ -111,13 +113,13 @@ def _check_cache(model: Any, name: str) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """The part of a causal LM below its head."""
+    """Returns a causal LM without its head."""
     base = model.base_model
     return base if base is not model else model.get_decoder()
 
 
 def window_size(config: Any) -> int | None:
-    """The sliding window that a configuration names, if any."""
+    """Returns the sliding window in a configuration, if any."""
     for name in ("sliding_window", "local_attention"):
         size = getattr(config, name, None)
         if size is not None:
@@ -126,9 +128,9 @@ def window_size(config: Any) -> int | None:
 
 
 def mask_windows(config: Any) -> dict[str, int | None]:
-    """Layer type → sliding window or None, as declared; one entry "" where all layers share one mask.
+    """Returns layer type → declared sliding window or None; one entry "" if all layers share one mask.
 
-    Whether the model applies the window that its configuration names is for the probe to find out.
+    The probe decides later whether the model applies the declared window.
     """
     window = window_size(config)
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_NO_ATTENTION)
@@ -140,14 +142,14 @@ def mask_windows(config: Any) -> dict[str, int | None]:
 
 
 def position_limit(config: Any) -> tuple[int, bool]:
-    """Positions that the model can take, and whether its rotary frequencies change beyond them.
+    """Returns the context length, and whether the rotary frequencies change beyond it.
 
-    Dynamic NTK and longrope recompute all frequencies once the input is longer than the original
-    length; cached keys would then be wrong, so the limit is that length.
+    Dynamic NTK and longrope recompute all frequencies once the input exceeds the original length.
+    That would invalidate cached keys, so the original length is the limit.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
-        raise ValueError(f"the configuration of {config.model_type} names no max_position_embeddings; set it")
+        raise ValueError(f"the configuration of {config.model_type} lacks max_position_embeddings; set it")
     changing = False
     for parameters in _rope_parameters(config):
         kind = parameters.get("rope_type", parameters.get("type"))
@@ -166,7 +168,7 @@ def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
 
 
 def head_rule(config: Any) -> HeadRule:
-    """What the model does to its logits, by its configuration; the probe confirms it."""
+    """Reads the operations on the logits from the configuration; the probe confirms them."""
     return HeadRule(
         factor=getattr(config, "logit_scale", None),
         divisor=getattr(config, "logits_scaling", None),

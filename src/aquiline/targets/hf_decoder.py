@@ -1,4 +1,4 @@
-"""Our own decoder on the parameters of a transformers model, where it computes the same."""
+"""Runs a transformers model's parameters in our own decoder, if that computes the same."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def probe_ids(vocab_size: int, device: torch.device) -> Tensor:
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    """Distance of two logit vectors over the spread of the expected one."""
+    """Returns the distance of two logit vectors, relative to the spread of the expected one."""
     got, expected = got.double(), expected.double()
     spread = (expected - expected.mean()).norm()
     return float((got - expected).norm() / spread.clamp(min=1e-30))
 
 
 def tolerance(dtype: torch.dtype, half: float) -> float:
-    """The largest `difference` of two ways to compute the same; `half` is that of 16-bit dtypes."""
+    """Returns the largest acceptable `difference` for a dtype; `half` applies to 16-bit dtypes."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else half
 
 
 def shared_decoder(model: Any) -> Decoder | None:
-    """Our decoder on the parameters of `model`, or None where anything about it is unusual."""
+    """Returns our decoder with the parameters of `model`, or None if the model is modified or unsupported."""
     config = getattr(model, "config", None)
     if config is None or getattr(config, "model_type", None) not in FAMILIES or not _is_stock(model):
         return None
     try:
         own = config_from_hf(config.to_dict())
     except ValueError:
-        return None  # A setting that our decoder does not compute; the adapter does.
+        return None  # The adapter handles settings that our decoder does not support.
     with torch.device("meta"):
         decoder = Decoder(own)
     state = {name.removeprefix("model."): tensor.detach() for name, tensor in model.state_dict().items()}
@@ -53,7 +53,7 @@ def shared_decoder(model: Any) -> Decoder | None:
 
 
 def _is_stock(model: Any) -> bool:
-    """Whether the model is what transformers builds: no adapters, quantisation, hooks or patches."""
+    """True for an unmodified transformers model: no adapters, quantisation, hooks or patches."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) != type(model).__name__ or model.training:

@@ -1,4 +1,4 @@
-"""The decoder layer of the Llama family, from which targets and draft heads are built."""
+"""The decoder layer of the Llama family, used by targets and draft heads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LayerConfig:
         intermediate_size: I, width of the gated MLP.
         num_heads: query heads.
         num_kv_heads: key/value heads; divides `num_heads`.
-        head_dim: width of a head (not always H / heads).
-        rms_norm_eps: epsilon of every norm.
+        head_dim: width of a head; may differ from H / heads.
+        rms_norm_eps: epsilon of all norms.
         rope: rotary settings.
         qkv_bias: biases on the q, k, v projections.
         o_bias: bias on the output projection.
@@ -53,7 +53,7 @@ class LayerConfig:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, reduced in at least float32 (differs: HF casts float64 down)."""
+    """Root-mean-square norm, reduced in at least float32 (differs: transformers casts float64 down)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -61,18 +61,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last axis of x (…, size); keeps its dtype."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention; the attention itself is a free function.
+    """Projections of grouped-query attention; `attention.attend` computes the attention.
 
     Args:
         config: sizes.
-        input_size: width of what q, k and v read: H, or 2H in an EAGLE-3 head.
+        input_size: input width of q, k and v: H, or 2H in an EAGLE-3 head.
     """
 
     def __init__(self, config: LayerConfig, input_size: int) -> None:
@@ -94,7 +93,7 @@ class Attention(nn.Module):
         self.has_qk_norm = config.qk_norm
 
     def qkv(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects and rotates.
+        """Computes q, k and v with rotary positions.
 
         Args:
             x: (B, T, input_size).
@@ -141,7 +140,7 @@ class DecoderLayer(nn.Module):
 
     Args:
         config: sizes.
-        input_norm: False leaves `input_layernorm` out (first layer of an EAGLE-1 head).
+        input_norm: False omits `input_layernorm` (first layer of an EAGLE-1 head).
     """
 
     def __init__(self, config: LayerConfig, *, input_norm: bool = True) -> None:
@@ -155,11 +154,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Everything after the attention: output projection, MLP and both residuals.
+        """Computes everything after the attention: output projection, MLP and both residuals.
 
         Args:
-            residual: (B, T, H) stream entering the layer.
-            mixed: (B, T, heads * head_dim) result of the attention.
+            residual: (B, T, H) residual stream entering the layer.
+            mixed: (B, T, heads * head_dim) attention output.
         """
         hidden = residual + self.self_attn.o_proj(mixed)
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -167,5 +166,5 @@ class DecoderLayer(nn.Module):
 
 
 def decoder_layers(modules: nn.ModuleList) -> list[DecoderLayer]:
-    """The layers of a list that holds nothing else, with their type."""
+    """Returns the elements of a list of decoder layers, typed as such."""
     return cast("list[DecoderLayer]", list(modules))

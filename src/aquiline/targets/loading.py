@@ -1,4 +1,4 @@
-"""From a local model folder to a target."""
+"""Loads a target from a local model folder."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def load_target(
     *,
     place: Callable[[nn.Module], None] | None = None,
 ) -> Target:
-    """Loads the target in a folder: our own decoder for its families, transformers for the others.
+    """Loads the target in a folder, in our own decoder if it supports the family, else through transformers.
 
     Args:
         path: folder with config.json and safetensors weights, one file or sharded.
         dtype: of the weights in memory.
-        device: where they go.
-        place: spreads or moves the loaded weights further, before a transformers model is probed.
+        device: where the weights go.
+        place: moves or spreads the loaded weights, before a transformers model is probed.
 
     Raises:
-        ValueError: for a missing, broken or contradictory file, naming it and the remedy, and for
-            a model that cannot be a target (see `aquiline.targets.hf.HFTarget`).
+        ValueError: for a missing, broken or contradictory file, with the remedy, and for a model
+            that cannot be a target (see `aquiline.targets.hf.HFTarget`).
     """
     from aquiline.models.resolve import check_target_folder
 
@@ -48,12 +48,12 @@ def load_target(
         try:
             own = config_from_hf(config)
         except ValueError:
-            return _load_with_transformers(folder, dtype, device, place)  # A setting our decoder does not compute.
+            return _load_with_transformers(folder, dtype, device, place)  # Our decoder does not support this setting.
         except KeyError as error:
             raise ValueError(f"{folder / 'config.json'} lacks {error}; fetch it again") from error
         except TypeError as error:
             raise ValueError(
-                f"{folder / 'config.json'} has a value of another kind ({error}); fetch it again"
+                f"{folder / 'config.json'} has a value of the wrong type ({error}); fetch it again"
             ) from error
         decoder = _load_decoder(folder, own, dtype, device)
         if place:
@@ -75,7 +75,7 @@ _SIZES = (
 
 
 def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
-    """Refuses sizes that no model has; which of them a family needs is for the family to say."""
+    """Rejects impossible sizes; each model family checks which sizes it needs."""
     for name in _SIZES:
         value = config.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -90,9 +90,9 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Makes modules whose weights are allocated and not filled, in one dtype.
+    """Creates modules with allocated but uninitialised weights of one dtype.
 
-    The usual way, the meta device, imports PyTorch's compiler: a second of every start.
+    The usual way, the meta device, imports PyTorch's compiler, which adds a second to every start.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"{file} is not readable as safetensors ({error}); fetch it again") from error
         twice = sorted(tensors.keys() & shard.keys())
         if twice:
-            raise ValueError(f"{file} repeats {twice[0]} of another shard; fetch the folder again")
+            raise ValueError(f"{file} repeats the tensor {twice[0]} of another shard; fetch the folder again")
         tensors.update(shard)
     return tensors
 
@@ -153,13 +153,14 @@ def _load_with_transformers(
             raise
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         raise ValueError(
-            f"{folder} is no causal language model (model_type {kind!r}); allowed: one that AutoModelForCausalLM loads"
+            f"{folder} is not a causal language model (model_type {kind!r}); allowed: models that "
+            "AutoModelForCausalLM loads"
         ) from error
     except (OSError, KeyError, RuntimeError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"transformers cannot load {folder} ({reason}); fetch it again") from error
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers fills these with random numbers.
+    if missing:  # transformers initialises these randomly.
         raise ValueError(f"{folder} lacks the tensors {missing[:5]} of {type(model).__name__}; fetch it again")
     model = model.to(device).eval()
     if place:

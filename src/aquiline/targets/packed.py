@@ -1,12 +1,12 @@
 """A fast inference copy of `Decoder` for the CPU.
 
-Why it is fast: the weights are stored as oneDNN's kernels want them, so that none is reordered
-per call; q, k and v are one matrix, gate and up another; both residual sums happen inside the
-matrix products; the queries of a key head are folded into the row axis of one
-attention call; and the twenty operations that are left of a layer run in a compiled loop.
+It is fast because weights are stored in oneDNN's layout and never reordered per call; q, k and v
+are one matrix, gate and up another; both residual sums happen inside the matrix products; the
+queries of a key head are folded into the query axis of one attention call; and the remaining twenty
+operations of a layer run in a compiled loop.
 
-It computes what `Decoder` computes, rounded at fewer places: equal within the noise of the
-dtype, not bit by bit.
+It rounds in fewer places than `Decoder`, so results agree within the precision of the dtype, not
+bit by bit.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ LEAST_ROWS = 4
 
 
 class PackedDecoder:
-    """The packed copy of a `Decoder`; implements `Target`. Made by `packed`.
+    """The packed copy of a `Decoder`, created by `packed`; implements `Target`.
 
     Attributes:
         config: sizes.
         shape: see `Target`.
         dtype: bfloat16 or float32.
         device: the CPU.
-        compiled: whether the layers run in a compiled loop, or as plain Python.
-        exact: whether a node's bits must not depend on what else is forwarded.
+        compiled: whether the layers run in a compiled loop rather than in plain Python.
+        exact: whether a node's bits are independent of the rest of its forward.
     """
 
     def __init__(self, decoder: Decoder, exact: bool) -> None:
@@ -57,8 +57,8 @@ class PackedDecoder:
         self.shape: TargetShape = decoder.shape
         self.dtype: torch.dtype = decoder.dtype
         self.device: torch.device = decoder.device
-        # Only the embedding is shared with the original: everything else is a packed copy, so
-        # that the original's weights are freed when the caller drops it.
+        # Only the embedding is shared with the original; everything else is a packed copy, so that
+        # the original's weights are freed when the caller drops it.
         self._embedding: Tensor = decoder.embed_tokens.weight.detach()
         self._sizes = sizes_of(config.layer)
         self._layers: list[LayerWeights] = [
@@ -72,12 +72,11 @@ class PackedDecoder:
         self.exact = exact
 
     def describe(self) -> str:
-        """Names the path that forwards take, for `aquiline doctor` and for benchmarks."""
+        """Describes the code path, for `aquiline doctor` and for benchmarks."""
         loop = "compiled loop" if self.compiled else "Python loop"
         return f"packed {str(self.dtype).removeprefix('torch.')} (oneDNN, {loop})"
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """See `Target.new_cache`."""
         layer = self.config.layer
         return new_cache(
             layers=self.config.num_layers,
@@ -101,10 +100,10 @@ class PackedDecoder:
         features: Sequence[Feature] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        """See `Target.forward`.
+        """Implements `Target.forward`.
 
-        With `exact`, a node's bits do not depend on what else is forwarded, as long as its slot is
-        its position: a chain gives exactly what its tokens give one by one.
+        With `exact`, a node's bits are independent of the rest of the forward as long as its slot is
+        its position: a chain gives the same bits as its tokens one by one.
         """
         config, sizes = self.config, self._sizes
         check_features(features, config.num_layers)
@@ -126,11 +125,9 @@ class PackedDecoder:
         return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Target.embed`."""
         return nn.functional.embedding(tokens, self._embedding)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """See `Target.project`."""
         if hidden.numel() == hidden.shape[-1]:  # as in `with_dummies`
             alike = hidden.reshape(1, -1).expand(LEAST_ROWS, -1)
             return linear(alike, self._head)[:1].float().view(*hidden.shape[:-1], -1)
@@ -138,10 +135,10 @@ class PackedDecoder:
 
 
 def with_dummies(tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Appends nodes that nobody looks at where there are only one or two.
+    """Pads one- or two-node inputs to four rows.
 
-    A matrix with one row takes a matrix-vector kernel, which rounds differently; and the kernels
-    for one and two rows take longer than the one for four.
+    A single row would use a matrix-vector kernel, which rounds differently, and the kernels for one
+    and two rows are slower than the one for four.
     """
     batch, width = tokens.shape
     if batch * width >= LEAST_ROWS - 1:
@@ -154,18 +151,16 @@ def with_dummies(tokens: Tensor, positions: Tensor, ancestors: Tensor | None) ->
 
 
 def packed(decoder: Decoder, exact: bool | None = None) -> PackedDecoder | None:
-    """Makes the fast copy of a decoder.
+    """Creates the fast copy of a decoder.
 
     Args:
         decoder: the original; drop it to free its weights.
-        exact: bits of a node must not depend on what else is forwarded, so that a chain of drafts is
-            verified with the bits of plain decoding. None: in bfloat16 alone, where the kernels
-            allow it and rounding decides between tokens often enough to matter. Off is faster for
-            many rows (`B ≥ 8`).
+        exact: keep a node's bits independent of the rest of its forward, so that verifying a chain
+            gives the bits of plain decoding. None enables it in bfloat16, where the kernels allow it
+            and rounding decides between tokens often enough to matter. False is faster for B ≥ 8.
 
     Returns:
-        None where this machine, the dtype or the device has no kernels for it; use the decoder
-        itself then.
+        The copy, or None if the machine, dtype or device lacks the kernels; then use `decoder`.
     """
     if not packable(decoder.dtype, decoder.device):
         return None

@@ -1,4 +1,4 @@
-"""What all layers of one packed forward share: angles, masks, and views of the cache.
+"""Data shared by all layers of one packed forward: angles, masks, and views of the cache.
 
 (No `from __future__ import annotations` here: TorchScript reads the annotations of the tuples.)
 """
@@ -15,19 +15,18 @@ from aquiline.targets.prepack import Sizes
 from aquiline.targets.rope import RotaryTable
 
 KEY_BLOCK = 64
-"""Exact forwards give the attention kernel spans that are multiples of this."""
+"""Exact forwards pass spans to the attention kernel that are multiples of this."""
 
 
 class Piece(NamedTuple):
-    """Nodes that one call of the attention kernel takes.
+    """The nodes of one call of the attention kernel.
 
     Attributes:
-        begin: first batch row; the cache rows of a piece are consecutive, so that what it reads are
-            views.
+        begin: first batch row; the cache rows of a piece are consecutive, so that it reads views.
         end: one past its last batch row.
         first: first node.
         last: one past its last node.
-        span: slots that it reads.
+        span: slots it reads.
     """
 
     begin: int
@@ -38,21 +37,21 @@ class Piece(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What all layers of one forward share.
+    """Data shared by all layers of one forward.
 
     Attributes:
         sign: (2, 1), +1 and -1, for `normalise`.
         cos: (B, T, 1, 1, dim), ones beyond the rotated channels.
-        sin: as `cos`, negative in its first half and zero beyond the rotated channels: a rotation
-            is then x · cos + swapped(x) · sin.
+        sin: as `cos`, negated in its first half and zero beyond the rotated channels, so that a
+            rotation is x · cos + swapped(x) · sin.
         half: half of the rotated channels.
-        into: (B, T, kv_heads, group, dim) view of the buffer that rotated queries go to.
-        key_slots: per layer (B, T, kv_heads, dim), the slots that new keys go to; where rows
-            differ in length (rows, capacity, kv_heads, dim) with `rows` and `slots`.
+        into: (B, T, kv_heads, group, dim) view of the buffer for rotated queries.
+        key_slots: per layer (B, T, kv_heads, dim), the slots for new keys; if rows differ in
+            length, (rows, capacity, kv_heads, dim), indexed by `rows` and `slots`.
         value_slots: as `key_slots`.
         rows: (B, 1) int64 or None.
         slots: (B, T) int64 or None.
-        pieces: what each call of the attention kernel takes.
+        pieces: the nodes of each call of the attention kernel.
         queries: per piece (b, kv_heads, R, dim) view of the queries' buffer, R ≥ nodes · group.
         keys: per piece and layer (b, kv_heads, span, dim).
         values: as `keys`.
@@ -89,27 +88,27 @@ def open_frame(
     exact: bool = False,
     real: int | None = None,
 ) -> Frame:
-    """Reserves the cache and prepares what all layers of one forward share.
+    """Reserves the cache and prepares the shared data of one forward.
 
     Args:
         positions: (B, T) int64.
         ancestors: (B, T, offset + T) bool, or None for causal order.
         cache: the cache.
-        rows: row slot of each batch row.
-        rotary: the table; its dtype is the weights'.
+        rows: cache row of each batch row.
+        rotary: the table, in the dtype of the weights.
         sizes: of the layers.
         windows: per layer, the sliding window or None.
         offset: uncommitted slots in use before the T new ones.
-        exact: a node's bits must not depend on what else is forwarded, see `exact_pieces`.
-        real: the first nodes, for which attention is computed; None for all T.
+        exact: keep a node's bits independent of the rest of the forward, see `exact_pieces`.
+        real: number of leading nodes that need attention; None for all T.
 
-    Mutates: the capacity of `cache` where it is too small.
+    Mutates: the capacity of `cache` if it is too small.
     """
     batch, width = positions.shape
     placement = place(cache, rows, width, offset, KEY_BLOCK if exact else 1)
     starts, group = placement.starts, sizes.group
     pieces = _pieces(placement, rows, ancestors, real or width, exact)
-    padding = -(-3 // group) if exact else 0  # dummy nodes that a piece may need, at most
+    padding = -(-3 // group) if exact else 0  # upper bound on a piece's dummy nodes
     masks = {
         window: _folded(attention_mask(placement, positions, ancestors, window, rotary.dtype), padding, group)
         for window in set(windows)
@@ -139,7 +138,7 @@ def open_frame(
 
 
 def _folded(mask: Tensor | None, padding: int, group: int) -> Tensor | None:
-    """A mask (B, T, span) for query heads that are folded into the rows: (B, 1, (T + padding) · group, span)."""
+    """Expands a mask (B, T, span) for folded query heads: (B, 1, (T + padding) · group, span)."""
     if mask is not None and mask.shape[1] + padding > 1:
         mask = torch.nn.functional.pad(mask, (0, 0, 0, padding)).repeat_interleave(group, dim=1)
     return None if mask is None else mask[:, None]
@@ -148,27 +147,26 @@ def _folded(mask: Tensor | None, padding: int, group: int) -> Tensor | None:
 def _pieces(
     placement: Placement, rows: Sequence[int], ancestors: Tensor | None, width: int, exact: bool
 ) -> list[Piece]:
-    """Exact pieces where they are wanted and no node sees a later slot, else plain ones."""
+    """Returns exact pieces if requested and no node sees a later slot, else plain ones."""
     if exact and (ancestors is None or not _looks_ahead(ancestors, placement.starts, placement.offset)):
         return exact_pieces(rows, placement.starts, width)
     return plain_pieces(rows, placement.starts, width, placement.span if exact else 0)
 
 
 def plain_pieces(rows: Sequence[int], starts: Sequence[int], width: int, span: int = 0) -> list[Piece]:
-    """One piece for each run of consecutive cache rows; `span` at least."""
+    """Returns one piece per run of consecutive cache rows, with a span of at least `span`."""
     breaks = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
     ranges = zip([0, *breaks], [*breaks, len(rows)], strict=True)
     return [Piece(b, e, 0, width, max(span, max(starts[b:e]) + width)) for b, e in ranges]
 
 
 def exact_pieces(rows: Sequence[int], starts: Sequence[int], width: int) -> list[Piece]:
-    """Pieces in which a node's span depends on its own slot alone.
+    """Returns pieces in which a node's span depends only on its own slot.
 
-    The attention kernel sums in an order that depends on the span, and on nothing else that
-    varies (see `width_for_whole_blocks` for the one exception). A node in slot s therefore always
-    reads the slots up to the next multiple of `KEY_BLOCK` after s, and a forward is cut where its
-    nodes cross one. Found by comparing bits; `benchmarks/exactness.py` repeats that and a test
-    holds it.
+    The order of the attention kernel's sums varies only with the span (see `width_for_whole_blocks`
+    for the one exception). So a node in slot s always reads the slots up to the next multiple of
+    `KEY_BLOCK` after s, and a forward is split where its nodes cross such a multiple. We found this
+    by comparing bits; `benchmarks/exactness.py` repeats the comparison, and a test enforces it.
     """
     pieces: list[Piece] = []
     previous: list[tuple[int, int, int]] = []
@@ -188,10 +186,10 @@ def exact_pieces(rows: Sequence[int], starts: Sequence[int], width: int) -> list
 
 
 def width_for_whole_blocks(width: int, group: int) -> int:
-    """Nodes that the attention kernel must be given for `width` nodes to come out exact.
+    """Returns the number of nodes to pass to the attention kernel so that `width` nodes are exact.
 
-    It cuts the query rows of a key head, `width · group`, into blocks of 32; a block of fewer
-    than four rows takes another kernel, with other rounding. Dummy nodes fill it up.
+    The kernel splits the query rows of a key head, `width · group`, into blocks of 32. A block of
+    fewer than four rows uses a kernel that rounds differently, so dummy nodes fill it up.
     """
     while 0 < width * group % 32 < 4:
         width += 1
@@ -199,7 +197,7 @@ def width_for_whole_blocks(width: int, group: int) -> int:
 
 
 def _looks_ahead(ancestors: Tensor, starts: Sequence[int], offset: int) -> bool:
-    """Whether a node sees a later slot, where a piece could end in between."""
+    """True if a node sees a later slot that may belong to another piece."""
     width = ancestors.shape[1]
     if all(start // KEY_BLOCK == (start + width - 1) // KEY_BLOCK for start in starts):
         return False
@@ -209,7 +207,7 @@ def _looks_ahead(ancestors: Tensor, starts: Sequence[int], offset: int) -> bool:
 def _queries_and_masks(
     piece: Piece, buffer: Tensor, masks: dict[int | None, Tensor | None], group: int, exact: bool
 ) -> tuple[Tensor, dict[int | None, Tensor | None]]:
-    """Views of the query rows that the kernel is given, and of their masks."""
+    """Returns views of a piece's query rows and of their masks."""
     nodes = piece.last - piece.first
     end = piece.first + (width_for_whole_blocks(nodes, group) if exact else nodes)
     queries = buffer[piece.begin : piece.end, piece.first : end].flatten(1, 2).transpose(1, 2)
@@ -220,7 +218,7 @@ def _queries_and_masks(
 def _new_slots(
     cache: KVCache, selector: slice | Tensor, rows: Sequence[int], starts: Sequence[int], width: int
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None, Tensor | None]:
-    """Where new keys and values go: `key_slots`, `value_slots`, `rows` and `slots` of a frame."""
+    """Returns a frame's `key_slots`, `value_slots`, `rows` and `slots`: the place of new keys and values."""
     keys, values = cache.key_block.transpose(2, 3), cache.value_block.transpose(2, 3)
     row_index = slots = None
     if isinstance(selector, slice) and min(starts) == max(starts):

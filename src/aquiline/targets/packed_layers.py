@@ -1,8 +1,8 @@
-"""The packed decoder layer: what a forward does between the embedding and the last norm.
+"""The packed decoder layer: a forward between the embedding and the final norm.
 
-Everything from `normalise` to `run_layers` is written in the subset of Python that TorchScript
-compiles: eager Python spends about a sixth of a one-token forward between the operations.
-Where it cannot be compiled, the same functions run as they are.
+Everything from `normalise` to `run_layers` uses the subset of Python that TorchScript compiles,
+because eager Python spends about a sixth of a one-token forward between operations. If compilation
+fails, the same functions run in Python.
 
 (No `from __future__ import annotations` here: TorchScript reads the annotations.)
 """
@@ -22,7 +22,7 @@ from aquiline.targets.prepack import LayerWeights, Linear, Sizes
 def normalise(x: Tensor, weight: Tensor, sign: Tensor, eps: float) -> Tensor:
     """RMSNorm of x (M, 1, H) as a LayerNorm over (x, -x): mean 0, variance mean(x²).
 
-    PyTorch has one fast kernel for LayerNorm and none for RMSNorm on the CPU: this is a third of
+    On the CPU, PyTorch has a fast kernel for LayerNorm but none for RMSNorm: this takes a third of
     the time.
     """
     return torch.native_layer_norm(x * sign, [2, x.shape[-1]], weight, None, eps)[0][:, :1]
@@ -34,15 +34,15 @@ def linear(x: Tensor, packed: Linear) -> Tensor:
 
 
 def linear_plus(x: Tensor, other: Tensor, packed: Linear) -> Tensor:
-    """x Wᵀ + b + other, the sum inside the matrix product."""
+    """x Wᵀ + b + other, added inside the matrix product."""
     return torch.ops.mkldnn._linear_pointwise(x, other, packed.weight, packed.bias, "add")  # type: ignore[no-any-return]
 
 
 def gated_mlp(x: Tensor, residual: Tensor, weights: LayerWeights, sizes: Sizes) -> Tensor:
     """residual + down(act(gate(x)) · up(x)), all (M, 1, H).
 
-    oneDNN can do the activation and the product inside two matrix products; one product and two
-    small operations are faster for few rows, and no slower for many.
+    oneDNN can fuse the activation and the product into two matrix products, but one product and two
+    small operations are faster for few rows and no slower for many.
     """
     both = linear(x, weights.gate_up)
     inner = both.shape[-1] // 2
@@ -96,10 +96,10 @@ def flash(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
 
 
 def products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """As `flash`, by two batched matrix products with the keys on the left.
+    """Like `flash`, with two batched matrix products and the keys on the left.
 
-    For many rows of few queries each: the kernel behind `flash` sets a matrix product up for every
-    key head of every row, which then costs more than the product.
+    For many rows with few queries each: the kernel of `flash` sets up a matrix product per key head
+    and row, which then costs more than the product.
     """
     scores = torch.matmul(keys, (queries * scale).transpose(2, 3)).transpose(2, 3).contiguous()
     if mask is not None:
@@ -163,9 +163,9 @@ def run_layers(
         hidden: (M, 1, H) residual stream, M = B·T.
         layers: weights.
         sizes: sizes.
-        frame: of this forward.
-        rotated: per layer, whether it has rotary positions.
-        wanted: boundaries of the stream to return, ascending.
+        frame: the shared data of this forward.
+        rotated: per layer, whether it uses rotary positions.
+        wanted: boundaries of the residual stream to return, ascending.
 
     Returns:
         The stream after the last layer, and the stream entering each wanted layer.
@@ -187,19 +187,19 @@ def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     """Compiles one of the functions above, once per process.
 
     Returns:
-        The compiled function and True, or the function itself and False where TorchScript
-        is missing or does not take it.
+        The compiled function and True, or the function itself and False if TorchScript is missing
+        or rejects it.
     """
     jit: Any = torch.jit
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated, and nothing else takes its place on a CPU
+            warnings.simplefilter("ignore")  # deprecated, but without a replacement on CPUs
             script = jit.script(function)
     except (AttributeError, RuntimeError, NotImplementedError):
         return function, False
 
     def call(*arguments: Any) -> Any:
-        # The optimising executor would specialise for every new shape and gains nothing here.
+        # The optimising executor would specialise for every new shape, without a gain here.
         with jit.optimized_execution(False):
             return script(*arguments)
 

@@ -1,4 +1,4 @@
-"""Weights in the layout that oneDNN's CPU kernels want, and whether this machine has them.
+"""Packs weights into the layout of oneDNN's CPU kernels, and checks for these kernels.
 
 (No `from __future__ import annotations` here: TorchScript reads the annotations of the tuples.)
 """
@@ -15,7 +15,7 @@ _OPS: Any = torch.ops.mkldnn
 
 
 def packable(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels that packing needs exist here for `dtype` on `device`."""
+    """True if this machine has the kernels for packed weights of `dtype` on `device`."""
     mkldnn: Any = torch.backends.mkldnn
     if device.type != "cpu" or not mkldnn.is_available():
         return False
@@ -39,13 +39,13 @@ class LayerWeights(NamedTuple):
     """The packed weights of one decoder layer.
 
     Attributes:
-        first_norm: (2, H), see `mirrored`; unused where the caller norms the input itself.
+        first_norm: (2, H), see `mirrored`; unused if the caller norms the input.
         qkv: rows sorted by key head: its query heads, the key, the value.
         head_norm: (group + 1, dim), the q and k norms in one, or None.
-        out: columns sorted by (group, key head, dim), which is how the attention leaves them.
+        out: columns sorted by (group, key head, dim), the order of the attention's output.
         second_norm: (2, H).
-        gate_up: both of the MLP in one.
-        down: of the MLP.
+        gate_up: the MLP's gate and up projections, stacked.
+        down: the MLP's down projection.
     """
 
     first_norm: Tensor
@@ -58,15 +58,15 @@ class LayerWeights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What layers of one model share.
+    """Sizes shared by the layers of a model.
 
     Attributes:
         kv_heads: key heads.
-        group: query heads of each.
+        group: query heads per key head.
         dim: head dimension.
-        eps: of the norms.
-        scale: of the scores.
-        gelu: whether the activation is GELU's tanh form, and not SiLU.
+        eps: epsilon of the norms.
+        scale: factor on the attention scores.
+        gelu: whether the activation is tanh-GELU rather than SiLU.
     """
 
     kv_heads: int
@@ -78,7 +78,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: LayerConfig) -> Sizes:
-    """Reads the sizes that the packed layer needs."""
+    """Derives the sizes of packed layers from a layer's configuration."""
     return Sizes(
         kv_heads=config.num_kv_heads,
         group=config.num_heads // config.num_kv_heads,
@@ -101,7 +101,7 @@ def _stacked(first: nn.Linear, second: nn.Linear) -> Linear:
 
 
 def mirrored(norm: RMSNorm) -> Tensor:
-    """The weight of an RMSNorm twice, (2, H), for `packed_layers.normalise`."""
+    """Stacks an RMSNorm's weight twice, (2, H), for `packed_layers.normalise`."""
     return torch.stack((norm.weight.detach(), norm.weight.detach()))
 
 
@@ -112,7 +112,7 @@ def pack_layer(
     first_norm: RMSNorm | None,
     second_norm: RMSNorm,
 ) -> LayerWeights:
-    """Packs one decoder layer; `first_norm` is None where the caller norms the input itself."""
+    """Packs one decoder layer; `first_norm` is None if the caller norms the input."""
     kv_heads, dim = config.num_kv_heads, config.head_dim
     group = config.num_heads // kv_heads
 

@@ -1,8 +1,8 @@
 """Rotary position embeddings: default, linear, llama3 and yarn scaling.
 
-Frequencies depend on the configuration alone, never on the length of the present input, so
-that a token's keys are the same whatever is cached around it. Scalings for which that is
-untrue (dynamic NTK) are kept within their original length, where they are the identity.
+Frequencies depend only on the configuration, never on the length of the current input, so that a
+token's keys do not depend on the rest of the cache. Dynamic NTK, which violates this, is limited to
+its original length, where it is the identity.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _KNOWN = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What the rotary embedding of one model needs.
+    """Rotary settings of one model.
 
     Attributes:
         theta: base of the frequencies.
         dim: rotated width, the head dimension (times the partial factor).
         kind: one of default, linear, dynamic, llama3, yarn.
         scaling: the remaining parameters of the configuration, as read.
-        original_max_positions: length that the model was trained on before scaling.
+        original_max_positions: context length in training, before scaling.
     """
 
     theta: float
@@ -48,7 +48,7 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
         config: config.json as a mapping; `rope_parameters` (transformers 5) wins over
             `rope_theta` and `rope_scaling`.
         head_dim: head dimension.
-        default_theta: base where the configuration names none (10000 by convention).
+        default_theta: base if the configuration has none (10000 by convention).
 
     Raises:
         ValueError: for a scaling whose frequencies depend on the input's length.
@@ -57,7 +57,7 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
     parameters.update(config.get("rope_parameters") or {})
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind == "longrope":
-        raise ValueError("rope scaling 'longrope' switches frequencies with the input's length; use the HF adapter")
+        raise ValueError("rope scaling 'longrope' changes frequencies with the input's length; use the HF adapter")
     theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     original = parameters.get("original_max_position_embeddings") or config.get("max_position_embeddings", 0)
@@ -118,15 +118,14 @@ def _yarn(plain: Tensor, rope: RopeConfig, scaling: Mapping[str, Any]) -> tuple[
 
 
 def max_positions(rope: RopeConfig, declared: int) -> int:
-    """Positions that can be used: dynamic NTK only up to its original length."""
+    """Returns the usable context length; dynamic NTK is limited to its original length."""
     return min(declared, rope.original_max_positions) if rope.kind == "dynamic" else declared
 
 
 class RotaryTable:
-    """Cosines and sines by position, grown on demand.
+    """Cosines and sines by position, extended on demand.
 
-    A table and not a formula per step: on a CPU the five small operations of the formula cost
-    more than the look-up.
+    On a CPU, a table look-up costs less than the formula's five small operations per step.
     """
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -145,7 +144,7 @@ class RotaryTable:
 
         Args:
             positions: int64 positions.
-            limit: an upper bound (exclusive) on them, known to the caller without a sync.
+            limit: exclusive upper bound on `positions`, which the caller knows without a device sync.
         """
         if limit > self._cos.shape[0]:
             self._grow(max(1024, 1 << (limit - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""What the decoding loop asks of a target model."""
+"""The interface between the decoding loop and a target model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Feature = int | str
 
 @dataclass(frozen=True)
 class TargetShape:
-    """Sizes of a target that heads and caches must fit.
+    """Sizes of a target, which heads and caches must match.
 
     Attributes:
         vocab_size: V, rows of the LM head.
@@ -34,11 +34,11 @@ class TargetShape:
 
 @dataclass(frozen=True, eq=False)
 class TargetOutput:
-    """What one forward returns.
+    """The result of one forward.
 
     Attributes:
-        logits: (B, K, V) float32 at the asked positions (all T where none were asked).
-        features: (B, T, F) the asked features concatenated in the asked order, or None.
+        logits: (B, K, V) float32 at the requested positions (by default all T).
+        features: (B, T, F), the requested features concatenated in that order, or None.
     """
 
     logits: Tensor
@@ -50,17 +50,17 @@ class Target(Protocol):
 
     @property
     def shape(self) -> TargetShape:
-        """Sizes that heads and caches must fit."""
+        """Sizes that heads and caches must match."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the features."""
+        """dtype of embeddings and features."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are taken and results returned."""
+        """Device of the input tokens and the results."""
         ...
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
@@ -77,19 +77,19 @@ class Target(Protocol):
         features: Sequence[Feature] = (),
         logits_at: Tensor | None = None,
     ) -> TargetOutput:
-        """Runs T tokens of B rows after what the cache holds.
+        """Runs T tokens of B rows after the committed positions of the cache.
 
-        Writes K/V into slots ``lengths[b] … lengths[b] + T - 1`` and does not advance the
-        lengths: repeating the call is idempotent, and `aquiline.cache.commit` decides what stays.
+        Writes keys and values into slots ``lengths[b] … lengths[b] + T - 1`` and does not advance the
+        lengths: the call is idempotent, and `aquiline.cache.commit` keeps the accepted nodes.
 
         Args:
             tokens: (B, T) int64.
             positions: (B, T) int64 positions in the sequence (tree: length + depth).
-            ancestors: (B, T, T) bool, who attends to whom among the T tokens, or None for
-                causal order. Committed positions are visible to all (within the window).
-            cache: the cache; `rows[b]` is the slot of batch row b.
-            rows: B distinct row slots.
-            features: which features to return.
+            ancestors: (B, T, T) bool; ``[b, i, j]`` is True if token i attends to token j. None means
+                causal order. Committed positions are visible to all tokens (within the window).
+            cache: holds the rows.
+            rows: B distinct rows of the cache.
+            features: features to return.
             logits_at: (B, K) int64 indices into T; None means all, K = 0 none.
         """
         ...
@@ -99,7 +99,7 @@ class Target(Protocol):
         ...
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Applies the LM head (with its scale and soft-cap) to "final" features: (…, H) → (…, V) float32."""
+        """Applies the LM head, with its scale and soft-cap, to "final" features: (…, H) → (…, V) float32."""
         ...
 
 
