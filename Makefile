@@ -30,7 +30,7 @@ $(BASE): pyproject.toml constraints.txt
 	touch $@
 
 $(FULL): $(BASE)
-	$(PIP) --constraint $(PINS) --editable '.[train,bench,grammar,dev]'
+	$(PIP) --constraint $(PINS) --editable '.[train,grammar,completion,dev]'
 	touch $@
 
 model: $(BASE)

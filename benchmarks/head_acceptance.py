@@ -16,7 +16,7 @@ import torch
 import aquiline
 from aquiline.checkpoints.head_names import resolve_head
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.engine.generate import encode_prompt
+from aquiline.engine.text import encode_prompt
 from aquiline.targets.loading import load_target
 from aquiline.training.validation import measure_acceptance
 
@@ -29,8 +29,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args()
     plain = aquiline.load("smollm2", draft=None, dtype="bfloat16", max_rows=16)
-    turns = [json.loads(line)["turns"][0] for line in options.questions.read_text().splitlines()]
-    prompts = [encode_prompt(plain.engine, [{"role": "user", "content": turn}]) for turn in turns][: options.count]
+    lines = options.questions.read_text().splitlines()[: options.count]
+    turns = [json.loads(line)["turns"][0] for line in lines]
+    prompts = [encode_prompt(plain.engine.tokenizer, [{"role": "user", "content": turn}]) for turn in turns]
     answers = plain.generate(prompts, max_new_tokens=options.new_tokens, temperature=0)
     texts = [
         (torch.tensor(p + a.token_ids), torch.tensor([False] * len(p) + [True] * len(a.token_ids)))

@@ -1,5 +1,6 @@
 """Draws acceptance against positions seen, out of the metrics that `aquiline train` writes.
 
+    pip install matplotlib
     python benchmarks/plot_training.py benchmarks/results/training/smollm2-eagle3.json docs/smollm2-eagle3.png
 
 The JSON file lists the stages of a head in order: `metrics` (a metrics.jsonl beside it, or null

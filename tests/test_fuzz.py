@@ -12,7 +12,8 @@ from torch import Tensor
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.engine import generate
 from aquiline.engine.batch import Batch
-from aquiline.engine.generate import Engine, Request, StreamEvent, stream_requests
+from aquiline.engine.generate import stream_requests
+from aquiline.engine.request import Engine, Request, StreamEvent
 from aquiline.sampling import SamplingParams
 from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.path_target import PathTarget, fingerprint

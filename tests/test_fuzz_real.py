@@ -20,15 +20,10 @@ from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.engine.drafting import make_drafter
-from aquiline.engine.generate import (
-    Engine,
-    GenerationOutput,
-    Request,
-    encode_prompt,
-    generate_requests,
-    stream_requests,
-)
+from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.grammar import json_schema, lark, regex
+from aquiline.engine.request import Engine, GenerationOutput, Request
+from aquiline.engine.text import encode_prompt
 from aquiline.targets.prepack import packable
 
 pytestmark = [pytest.mark.real, pytest.mark.verify]
@@ -132,7 +127,7 @@ def fuzz(loaded: aquiline.Loaded, kinds: tuple[str, ...], calls: int, seed: int)
         kind = kinds[number % len(kinds)]
         requests = [
             Request(
-                encode_prompt(loaded.engine, rng.choice(PROMPTS), raw=rng.random() < 0.3),
+                encode_prompt(loaded.engine.tokenizer, rng.choice(PROMPTS), raw=rng.random() < 0.3),
                 random_params(loaded.engine, rng),
             )
             for _ in range(rng.choice((1, 1, 2, 3, 5)))

@@ -18,7 +18,8 @@ from aquiline.drafters.lookup_first import LookupFirst
 from aquiline.drafters.merged import Merged
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
-from aquiline.engine.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import generate_requests
+from aquiline.engine.request import Engine, Request
 from aquiline.sampling import SamplingParams
 from tests import tiny
 from tests.knowing_drafter import KnowingDrafter, known_from

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aquiline.drafters.lookup import PromptLookup
     from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
-    from aquiline.engine.generate import GenerationOutput, StreamEvent
+    from aquiline.engine.request import GenerationOutput, StreamEvent
     from aquiline.loading import Loaded, load
     from aquiline.sampling import SamplingParams
     from aquiline.stats import GenerationStats
@@ -25,8 +25,8 @@ _HOMES = {
     "load": "loading",
     "Loaded": "loading",
     "SamplingParams": "sampling",
-    "GenerationOutput": "engine.generate",
-    "StreamEvent": "engine.generate",
+    "GenerationOutput": "engine.request",
+    "StreamEvent": "engine.request",
     "GenerationStats": "stats",
     "Chain": "drafters.trees",
     "StaticTree": "drafters.trees",

@@ -34,8 +34,8 @@ _EXTRAS = {
     "datasets": "datasets",
     "ijson": "train",
     "llguidance": "grammar",
-    "matplotlib": "bench",
     "pyarrow": "train",
+    "shtab": "completion",
     "tensorboard": "train",
 }
 

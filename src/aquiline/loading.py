@@ -14,28 +14,17 @@ from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
 from aquiline.drafters.trees import TreePolicy
 from aquiline.engine.chat import ChatSession
-from aquiline.engine.drafting import GPU_TREE, SHIPPED, make_drafter
-from aquiline.engine.generate import (
-    Engine,
-    Request,
-    StreamEvent,
-    encode_prompt,
-    generate_requests,
-    stream_requests,
-)
+from aquiline.engine.drafting import make_drafter
+from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.opening import fast_copy, generation_defaults, open_target
-from aquiline.engine.request import merged_params, naming_prompt
+from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
+from aquiline.engine.text import Prompt, encode_prompt
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["GPU_TREE", "SHIPPED", "Loaded", "Prompt", "load", "make_drafter"]
-
-Prompt = str | Sequence[dict[str, str]] | Sequence[int]
-"""Text, chat messages, or token ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +112,7 @@ class Loaded:
         requests = []
         for index, item in enumerate(prompts):
             with naming_prompt(index, len(prompts)):
-                requests.append(Request(encode_prompt(self.engine, item, raw=raw), params))
+                requests.append(Request(encode_prompt(self.engine.tokenizer, item, raw=raw), params))
         return requests
 
 

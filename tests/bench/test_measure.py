@@ -12,7 +12,8 @@ from aquiline.bench.methods import Bed, Method
 from aquiline.bench.metrics import alpha, ece, summarise, tau
 from aquiline.bench.recorder import judged_nodes, recorded
 from aquiline.bench.records import Record, record_from_json, record_json
-from aquiline.engine.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import generate_requests
+from aquiline.engine.request import Engine, Request
 from aquiline.sampling import SamplingParams
 from tests.bench.scripted import ScriptedDrafter, path_bed
 from tests.knowing_drafter import KnowingDrafter, known_from

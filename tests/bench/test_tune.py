@@ -16,8 +16,8 @@ from aquiline.bench.methods import Bed, Method
 from aquiline.bench.profile import Costs, candidates, make_profile, predict
 from aquiline.bench.recorder import Step, recorded
 from aquiline.bench.records import Record
-from aquiline.bench.tune import LARGEST, Source, TuneSettings, read_tuned_tree, tune
-from aquiline.bench.tune_sources import find_sources
+from aquiline.bench.tune import LARGEST, TuneSettings, tune
+from aquiline.bench.tune_sources import Source, find_sources
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.final_heads import write_final_heads
 from aquiline.drafters.eagle import EagleDrafter
@@ -139,7 +139,6 @@ def test_the_tree_that_pays_wins(
     report = tune(settings, bed, [source(texts, [2])])
     # Two drafts are right in every step: 3 tokens for 1.4, against 1 for 1, 2 for 1.2 and 3 for 1.6.
     assert report.choice.tree == Chain(2)
-    assert read_tuned_tree(report.path) == Chain(2)
     assert read_tuned(report.path) == report.choice
     evidence = json.loads(report.path.read_text())["evidence"]
     assert evidence["prompts"] == {"proposing": 3, "confirming": 3}
@@ -158,8 +157,6 @@ def test_plain_decoding_wins_where_drafts_are_never_right(
     report = tune(settings, bed, [source(texts, [0])])
     assert report.choice.tree is None and report.choice.method == "plain"
     assert make_drafter("auto", report.path, bed.target, None)[0] is None
-    with pytest.raises(ValueError, match="plain decoding was fastest"):
-        read_tuned_tree(report.path)
 
 
 def test_prompt_lookup_is_tuned_where_no_head_ships(setting: tuple[Bed, TuneSettings, list[list[int]]]) -> None:
@@ -202,8 +199,6 @@ def test_a_head_with_one_tree_is_a_contestant_as_it_is(
     report = tune(settings, bed)
     assert (report.choice.draft, report.choice.tree) == (folder, None)
     assert isinstance(make_drafter("auto", report.path, shipped.target, None)[0], Medusa)
-    with pytest.raises(ValueError, match="was fastest with its own default"):
-        read_tuned_tree(report.path)
 
 
 def test_too_few_prompts(tmp_path: Path) -> None:

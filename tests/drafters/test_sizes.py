@@ -14,7 +14,8 @@ from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.merged import Merged
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
-from aquiline.engine.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import generate_requests
+from aquiline.engine.request import Engine, Request
 from aquiline.sampling import SamplingParams
 from aquiline.targets.attention import place
 from tests import tiny

@@ -19,7 +19,8 @@ from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import DynamicTree
 from aquiline.engine import generate
 from aquiline.engine.batch import MIN_SHARED, Batch, common_prefix
-from aquiline.engine.generate import Engine, Request, StreamEvent, generate_requests, stream_requests
+from aquiline.engine.generate import generate_requests, stream_requests
+from aquiline.engine.request import Engine, Request, StreamEvent
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder, config_from_hf
 from tests import tiny

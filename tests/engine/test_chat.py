@@ -14,7 +14,9 @@ from aquiline.drafters.eagle import EagleDrafter, EagleState
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.trees import DynamicTree
 from aquiline.engine.chat import ChatSession
-from aquiline.engine.generate import Engine, Request, encode_prompt, generate_requests
+from aquiline.engine.generate import generate_requests
+from aquiline.engine.request import Engine, Request
+from aquiline.engine.text import encode_prompt
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder
 from tests import tiny
@@ -90,7 +92,7 @@ def test_every_template_as_a_fresh_prefill(family: str, drafter: str) -> None:
         engine.target.widths.clear()  # type: ignore[attr-defined]
         output = session.send(say, forced(tokenizer, answer))
         computed = engine.target.widths[0][1]  # type: ignore[attr-defined]
-        assert output.prompt_tokens == encode_prompt(engine, asked)
+        assert output.prompt_tokens == encode_prompt(engine.tokenizer, asked)
         (fresh,) = generate_requests(engine, [Request(output.prompt_tokens, forced(tokenizer, answer))])
         assert (output.token_ids, output.text, output.logprobs) == (fresh.token_ids, fresh.text, fresh.logprobs)
         assert output.text == answer and output.finish_reason == "eos"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from aquiline.engine.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import generate_requests
 from aquiline.engine.grammar import Grammar, json_schema, lark, regex
+from aquiline.engine.request import Engine, Request
 from aquiline.sampling import SamplingParams
 from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.path_target import PathTarget

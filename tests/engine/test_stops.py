@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aquiline.engine.emission import Emission
-from aquiline.engine.generate import Engine, Request
+from aquiline.engine.request import Engine, Request
 from aquiline.engine.stops import StopScanner
 from aquiline.engine.text import Detokenizer
 from aquiline.sampling import SamplingParams

@@ -21,7 +21,8 @@ from torch import Tensor
 from aquiline.checkpoints.eagle.safeailab import read_head
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import Chain
-from aquiline.engine.generate import Engine, Request, generate_requests
+from aquiline.engine.generate import generate_requests
+from aquiline.engine.request import Engine, Request
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training import state

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.bench.metrics import common_length
 from aquiline.bench.records import Record
 from aquiline.cache import commit
 from aquiline.decode import PREFILL_CHUNK
+from aquiline.engine.batch import common_prefix
 from aquiline.targets.target import Target
 
 EXACT = (torch.float32, torch.float64)
@@ -69,7 +69,7 @@ def find_divergences(
     parted: list[tuple[Record, int, int]] = []
     for record in records:
         pairs = enumerate(zip(record.outputs, plain.outputs, strict=True))
-        parted += [(record, row, common_length(mine, known)) for row, (mine, known) in pairs if mine != known]
+        parted += [(record, row, common_prefix(mine, known)) for row, (mine, known) in pairs if mine != known]
     found = []
     logits = {
         row: _logits_at(target, prompts[row], plain.outputs[row], {at for _, other, at in parted if other == row})

@@ -14,7 +14,8 @@ from aquiline.bench.hf_generate import run_hf
 from aquiline.bench.methods import Bed, Method
 from aquiline.bench.recorder import calibration_bins, judged_nodes, recorded
 from aquiline.bench.records import Record
-from aquiline.engine.generate import Engine, GenerationOutput, Request, stream_requests
+from aquiline.engine.generate import stream_requests
+from aquiline.engine.request import Engine, GenerationOutput, Request
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aquiline.bench.records import Record, pooled_gaps
+from aquiline.engine.batch import common_prefix
 
 DEFINITIONS = {
     "speedup": "Seconds of the reference for the same prompt divided by the method's, both per emitted token and "
@@ -174,15 +175,9 @@ def agreement(records: Sequence[Record]) -> list[dict[str, Any]]:
         for mine, reference in zip(record.outputs, plain[record.case], strict=True):
             cell["outputs"] += 1
             cell["equal"] += mine == reference
-            cell["tokens_before_divergence"] += common_length(mine, reference)
+            cell["tokens_before_divergence"] += common_prefix(mine, reference)
             cell["tokens"] += len(reference)
     return [{"temperature": t, "batch": b, "method": name} | cell for (t, b, name), cell in cells.items()]
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning of both."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def median_interval(records: Sequence[Record], value: Callable[[Record], float | None]) -> dict[str, float] | None:

@@ -21,7 +21,7 @@ from aquiline.bench.records import Record, RunLog, record_from_json, record_json
 from aquiline.bench.report import compile_results, write_report
 from aquiline.bench.settings import BenchSettings, identity
 from aquiline.bench.tasks import Question, load_questions, task_name
-from aquiline.engine.generate import Engine, encode_prompt
+from aquiline.engine.text import encode_prompt
 from aquiline.loading import load
 
 logger = logging.getLogger("aquiline")
@@ -269,14 +269,13 @@ def encode_turns(bed: Bed, turns: Sequence[str], answers: Sequence[str]) -> list
         turns: the user's turns.
         answers: the answers to all but the last.
     """
-    engine = Engine(bed.target, None, bed.tokenizer, bed.end_ids)
-    if not getattr(engine.tokenizer, "chat_template", None):
+    if not getattr(bed.tokenizer, "chat_template", None):
         parts = [text for pair in zip(turns[:-1], answers, strict=True) for text in pair]
-        return encode_prompt(engine, "\n\n".join([*parts, turns[-1]]), raw=True)
+        return encode_prompt(bed.tokenizer, "\n\n".join([*parts, turns[-1]]), raw=True)
     messages = [{"role": "user", "content": turns[0]}]
     for answer, turn in zip(answers, turns[1:], strict=True):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-    return encode_prompt(engine, messages)
+    return encode_prompt(bed.tokenizer, messages)
 
 
 def _case_key(case: Case) -> tuple[Any, ...]:

@@ -22,9 +22,7 @@ from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
 from aquiline.bench.tune_sources import Candidate, Source, find_sources
 from aquiline.drafters.trees import Chain, DynamicTree
-from aquiline.drafters.tuned import TunedChoice, read_tuned_tree, tree_record, write_tuned
-
-__all__ = ["Source", "TuneReport", "TuneSettings", "read_tuned_tree", "tune"]
+from aquiline.drafters.tuned import TunedChoice, tree_record, write_tuned
 
 logger = logging.getLogger("aquiline")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aquiline.engine.generate import GenerationOutput
+    from aquiline.engine.request import GenerationOutput
     from aquiline.loading import Loaded
     from aquiline.sampling import SamplingParams
     from aquiline.stats import GenerationStats

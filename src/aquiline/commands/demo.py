@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aquiline.commands.common import add_model_options, load_model
 
 if TYPE_CHECKING:
-    from aquiline.engine.generate import GenerationOutput
+    from aquiline.engine.request import GenerationOutput
     from aquiline.loading import Loaded
 
 PROMPT = "Give me five tips for learning a new language, with a short explanation of each."

@@ -53,7 +53,7 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         "packed path, bfloat16": packable(torch.bfloat16, torch.device("cpu")),
         "packed path, float32": packable(torch.float32, torch.device("cpu")),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else False,
-        "extras": [name for name in ("accelerate", "pyarrow", "matplotlib", "llguidance") if _installed(name)],
+        "extras": [name for name in ("accelerate", "pyarrow", "datasets", "llguidance", "shtab") if _installed(name)],
     }
     return facts, _advice(facts)
 

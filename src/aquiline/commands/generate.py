@@ -17,7 +17,7 @@ from aquiline.commands.common import (
 from aquiline.commands.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from aquiline.engine.generate import GenerationOutput
+    from aquiline.engine.request import GenerationOutput
     from aquiline.stats import GenerationStats
 
 logger = logging.getLogger("aquiline")

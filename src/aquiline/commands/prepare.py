@@ -133,13 +133,15 @@ def _local(arguments: argparse.Namespace) -> Any:
     loaded = load(arguments.target, None, exact=False, max_rows=arguments.rows)
 
     def complete(requests: Sequence[ReplyRequest], sampling: ReplySampling) -> list[Reply]:
-        from aquiline.engine.generate import Request, encode_prompt, generate_requests
+        from aquiline.engine.generate import generate_requests
+        from aquiline.engine.request import Request
+        from aquiline.engine.text import encode_prompt
 
         kept, prepared = [], []
         limit = loaded.target.shape.max_positions
         for index, request in enumerate(requests):
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
-            tokens = encode_prompt(loaded.engine, messages)
+            tokens = encode_prompt(loaded.engine.tokenizer, messages)
             if len(tokens) + sampling.max_new_tokens <= limit:
                 params = SamplingParams(
                     max_new_tokens=sampling.max_new_tokens,

@@ -97,18 +97,3 @@ def read_tuned(path: str | Path) -> TunedChoice:
         return TunedChoice(record["method"], record["draft"], tree, record.get("target_fingerprint"))
     except (KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"{file} does not describe a choice ({error}); write it again with `aquiline tune`") from error
-
-
-def read_tuned_tree(path: str | Path) -> TreePolicy:
-    """The tree of the file.
-
-    Raises:
-        ValueError: as `read_tuned`; or what was fastest has no tree: plain decoding, or a draft
-            with its own default.
-    """
-    choice = read_tuned(path)
-    if choice.draft is None:
-        raise ValueError(f"{path}: plain decoding was fastest, so there is no tree; load with draft=None")
-    if choice.tree is None:
-        raise ValueError(f"{path}: {choice.draft} was fastest with its own default; load with draft={choice.draft!r}")
-    return choice.tree

@@ -6,10 +6,10 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from aquiline.checks import check_kind
-from aquiline.engine import text
 from aquiline.engine.batch import Batch, capacity_for
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed, merged_params
+from aquiline.engine.text import encode_prompt
 from aquiline.sampling import SamplingParams
 
 
@@ -78,7 +78,7 @@ class ChatSession:
         check_kind("the message", message, isinstance(message, str), "a text")
         params = _single(merged_params(params, self.defaults, settings))
         turn = {"role": "user", "content": message}
-        tokens = text.encode(self.engine.tokenizer, self.engine.target.shape.vocab_size, [*self.messages, turn])
+        tokens = encode_prompt(self.engine.tokenizer, [*self.messages, turn])
         room = self.engine.target.shape.max_positions - len(tokens)
         if room < max(1, params.min_new_tokens) and self.messages:
             raise ValueError(

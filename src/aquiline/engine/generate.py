@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from aquiline.engine import text
 from aquiline.engine.batch import Batch, capacity_for
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
-from aquiline.engine.text import Prompt
-
-__all__ = [
-    "Engine",
-    "GenerationOutput",
-    "Request",
-    "StreamEvent",
-    "encode_prompt",
-    "generate_requests",
-    "stream_requests",
-]
-
-
-def encode_prompt(engine: Engine, prompt: Prompt, *, raw: bool = False) -> list[int]:
-    """Converts text, chat messages or token ids to a request's tokens; see `aquiline.engine.text.encode`."""
-    return text.encode(engine.tokenizer, engine.target.shape.vocab_size, prompt, raw=raw)
 
 
 def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[StreamEvent]:

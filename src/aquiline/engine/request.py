@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from aquiline.checks import check_kind, integer
 from aquiline.drafters.drafter import Drafter
+from aquiline.engine.text import EMPTY_PROMPT
 from aquiline.sampling import LogitsProcessor, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
@@ -152,7 +153,7 @@ def check(engine: Engine, request: Request, index: int = 0, count: int = 1) -> N
 def _check_prompt(engine: Engine, request: Request) -> None:
     tokens, params, context = request.tokens, request.params, engine.target.shape.max_positions
     if not tokens:
-        raise ValueError("the prompt is empty; give at least one token (for an unprompted text the model's BOS token)")
+        raise ValueError(EMPTY_PROMPT)
     _check_ids("the prompt has", tokens, engine.target.shape.vocab_size)
     least = max(1, params.min_new_tokens) if params.max_new_tokens else 0
     if len(tokens) + least > context:

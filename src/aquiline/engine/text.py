@@ -9,6 +9,8 @@ from typing import Any
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """A text, chat messages ({"role": …, "content": …}), or token ids."""
 
+EMPTY_PROMPT = "the prompt is empty; give at least one token (for an unprompted text the model's BOS token)"
+
 _REPLACEMENT = "\ufffd"
 
 
@@ -74,8 +76,8 @@ def _byte_fallback_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(ids) if None not in ids and len(set(ids)) == 256 else frozenset()
 
 
-def encode(tokenizer: Any | None, vocab_size: int, prompt: Prompt, *, raw: bool = False) -> list[int]:
-    """Converts a prompt to token ids.
+def encode_prompt(tokenizer: Any | None, prompt: Prompt, *, raw: bool = False) -> list[int]:
+    """Converts a prompt to token ids; `aquiline.engine.request.check` compares them with the vocabulary.
 
     Text becomes one user message in the chat template, if the tokenizer has one; with `raw` it is
     tokenized without the template, and with the tokenizer's own special tokens. Messages go
@@ -84,31 +86,22 @@ def encode(tokenizer: Any | None, vocab_size: int, prompt: Prompt, *, raw: bool 
 
     Args:
         tokenizer: a Hugging Face tokenizer, or None if prompts are token ids.
-        vocab_size: the target's.
         prompt: the prompt.
         raw: do not apply the chat template to text.
 
     Raises:
-        ValueError: for an empty prompt, an id outside the vocabulary, or a missing tokenizer or
-            chat template.
+        ValueError: for an empty prompt, or a missing tokenizer or chat template.
         TypeError: for a prompt of the wrong type.
     """
     if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes | bytearray):
         raise TypeError(f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     if not prompt:
-        raise ValueError("the prompt is empty; give at least one token (for an unprompted text the model's BOS token)")
+        raise ValueError(EMPTY_PROMPT)
     if isinstance(prompt, str):
-        tokens = _encode_text(tokenizer, prompt, raw)
-    elif any(isinstance(part, Mapping) for part in prompt):
-        tokens = _tokenize(tokenizer, render(tokenizer, prompt), special=False)  # type: ignore[arg-type]
-    else:
-        tokens = [_token_id(part) for part in prompt]
-    if not tokens:
-        raise ValueError(f"the prompt {prompt!r} has no tokens; give at least one")
-    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise ValueError(f"the prompt has token id {outside}; allowed: 0 … {vocab_size - 1}, the target's vocabulary")
-    return tokens
+        return _encode_text(tokenizer, prompt, raw)
+    if any(isinstance(part, Mapping) for part in prompt):
+        return _tokenize(tokenizer, render(tokenizer, prompt), special=False)  # type: ignore[arg-type]
+    return [_token_id(part) for part in prompt]
 
 
 def render(tokenizer: Any | None, messages: Sequence[Mapping[str, Any]]) -> str:
