@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,48 +22,17 @@ class WrongTokens(RuntimeError):
     """A method emitted tokens that the target would not: a bug in the method or the engine."""
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """Where an output of a method leaves plain decoding's, at temperature 0.
-
-    Attributes:
-        method: label.
-        task: of the question.
-        question: its id.
-        turn: from 0.
-        batch: rows decoded together.
-        position: index of the first differing token.
-        plain_token: what plain decoding emitted, -1 if it had ended.
-        method_token: what the method emitted, -1 if it had ended.
-        gap: distance of the two tokens' logits in forwards of one token, as plain decoding makes
-            them; None if one of the outputs had ended.
-        noise: largest difference over the vocabulary between those logits and the ones that one
-            forward over the whole text gives: what the kernels' rounding amounts to here. Of 16-bit
-            logits at least the distance of neighbouring numbers: on the packed path, both forwards
-            have the same bits, and the branches of a tree, which sum in another order, have not.
-        near_tie: gap ≤ 2 · noise, so that rounding alone can exchange the two.
-    """
-
-    method: str
-    task: str
-    question: str
-    turn: int
-    batch: int
-    position: int
-    plain_token: int
-    method_token: int
-    gap: float | None
-    noise: float
-    near_tie: bool
-
-
 def find_divergences(
     target: Target, records: Sequence[Record], plain: Record, prompts: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """Compares the rows of a case's records with plain decoding's; one JSON-able entry per differing row.
+    """Compares a case's rows with plain decoding's at temperature 0; one JSON-able entry per differing row.
 
-    Near-ties part many methods at the same token, and later ones lie on the same text: plain
-    decoding's forwards are made again once for each row, whatever the number of methods.
+    Plain decoding's forwards are repeated once per row, however many methods part there.
+
+    Returns:
+        Entries as docs/results-schema.md describes a divergence. The noise of 16-bit logits is at least
+        the distance of neighbouring numbers: on the packed path the two forwards have the same bits,
+        and a tree's branches, which sum in another order, do not.
     """
     parted: list[tuple[Record, int, int]] = []
     for record in records:
@@ -78,13 +46,10 @@ def find_divergences(
     for record, row, at in parted:
         tokens = [output[at] if at < len(output) else -1 for output in (plain.outputs[row], record.outputs[row])]
         gap, noise = _margin(target.dtype, *logits[row][at], tokens)
-        found.append(
-            Divergence(
-                record.method, record.task, plain.questions[row], record.turn, record.batch,
-                at, tokens[0], tokens[1], gap, noise, gap is not None and gap <= 2 * noise,
-            )
-        )  # fmt: skip
-    return [asdict(divergence) for divergence in found]
+        place = {"method": record.method, "task": record.task, "question": plain.questions[row], "turn": record.turn}
+        place |= {"batch": record.batch, "position": at, "plain_token": tokens[0], "method_token": tokens[1]}
+        found.append(place | {"gap": gap, "noise": noise, "near_tie": gap is not None and gap <= 2 * noise})
+    return found
 
 
 @torch.inference_mode()

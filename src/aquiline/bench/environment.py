@@ -22,7 +22,7 @@ def environment(bed: Bed) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _total_memory(),
@@ -32,18 +32,20 @@ def environment(bed: Bed) -> dict[str, Any]:
         "target": bed.name,
         "target_class": type(bed.target).__name__,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("aquiline", "torch", "transformers", "numpy")},
+        "versions": {name: package_version(name) for name in ("aquiline", "torch", "transformers", "numpy")},
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

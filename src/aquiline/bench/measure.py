@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,14 +64,7 @@ def measure(bed: Bed, method: Method, case: Case, repeat: int = 0) -> Record:
     memory = _peak(bed, before)
     stats = _summed([outputs[i].stats for i in sorted(outputs)])
     return Record(
-        method=method.label,
-        task=case.task,
-        questions=list(case.questions),
-        turn=case.turn,
-        temperature=case.temperature,
-        batch=len(case.prompts),
-        repeat=repeat,
-        prompt_tokens=[len(prompt) for prompt in case.prompts],
+        **_conditions(method, case, repeat),
         outputs=[outputs[i].token_ids for i in sorted(outputs)],
         finish_reasons=[outputs[i].finish_reason for i in sorted(outputs)],
         seconds=seconds,
@@ -85,6 +79,15 @@ def measure(bed: Bed, method: Method, case: Case, repeat: int = 0) -> Record:
         calibration=[] if drafter is None else calibration_bins(judged_nodes(drafter.steps)),
         memory=memory,
     )
+
+
+def _conditions(method: Method, case: Case, repeat: int) -> dict[str, Any]:
+    """The fields of a record that are known before its run."""
+    return {
+        "method": method.label, "task": case.task, "questions": list(case.questions), "turn": case.turn,
+        "temperature": case.temperature, "batch": len(case.prompts), "repeat": repeat,
+        "prompt_tokens": [len(prompt) for prompt in case.prompts],
+    }  # fmt: skip
 
 
 def _summed(parts: Sequence[GenerationStats]) -> GenerationStats:
@@ -108,14 +111,7 @@ def _measure_hf(bed: Bed, method: Method, case: Case, repeat: int, before: int |
     )
     steps = [b - a for a, b in pairwise(run.token_seconds)]
     return Record(
-        method=method.label,
-        task=case.task,
-        questions=list(case.questions),
-        turn=case.turn,
-        temperature=case.temperature,
-        batch=len(case.prompts),
-        repeat=repeat,
-        prompt_tokens=[len(prompt) for prompt in case.prompts],
+        **_conditions(method, case, repeat),
         outputs=run.outputs,
         finish_reasons=["eos" if row and row[-1] in bed.end_ids else "length" for row in run.outputs],
         seconds=run.seconds,

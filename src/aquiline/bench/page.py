@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -101,7 +102,7 @@ def _batch_part(results: Mapping[str, Any], cells: Sequence[Cell], colours: Mapp
         of_task = [c for c in cells if c["method"] == label and c["task"] == task]
         of_task += [c for c in cells if c["method"] == label and c["task"] == f"{task}, {FIRST_TURNS}"]
         mine = {c["batch"]: c for c in of_task}
-        points = [replace_x(p, size) for size in sizes if size in mine and (p := _speedup_point(mine[size]))]
+        points = [replace(p, x=size) for size in sizes if size in mine and (p := _speedup_point(mine[size]))]
         if label != PLAIN and points:
             series.append(Series(label, points, colour))
     axes = Axes("Speedup by batch size", "batch size", "speedup against plain", guide=1.0)
@@ -109,17 +110,12 @@ def _batch_part(results: Mapping[str, Any], cells: Sequence[Cell], colours: Mapp
     return [f"<h3>{escape(title)}</h3>", line_chart(axes, series)]
 
 
-def replace_x(point: Point, x: float) -> Point:
-    """The point at another x."""
-    return Point(x, point.y, point.low, point.high)
-
-
 def _points(
     cells: Sequence[Cell], label: str, tasks: Sequence[str], value: Callable[[Cell], Point | None]
 ) -> list[Point]:
     mine = {c["task"]: c for c in cells if c["method"] == label}
     found = [(i, value(mine[task])) for i, task in enumerate(tasks) if task in mine]
-    return [replace_x(point, i) for i, point in found if point is not None]
+    return [replace(point, x=i) for i, point in found if point is not None]
 
 
 def _speedup_point(cell: Cell) -> Point | None:
@@ -142,8 +138,7 @@ def _table(cells: Sequence[Cell], labels: Sequence[str]) -> str:
         "inter-token p50 / p95", "draft", "target", "rest", "peak memory (added)",
     )  # fmt: skip
     whole = {c["method"]: c for c in cells if c["task"] == "all"}
-    rows = [_row(whole[label]) for label in labels if label in whole]
-    return '<div class="wide"><table>' + _tr("th", heads) + "".join(_tr("td", row) for row in rows) + "</table></div>"
+    return _wide_table(heads, [_row(whole[label]) for label in labels if label in whole])
 
 
 PHASES = ("prefill", "draft", "target", "accept", "commit", "extend", "other")
@@ -163,10 +158,12 @@ def _detail_tables(cells: Sequence[Cell]) -> list[str]:
 
 
 def _titled_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
+    return [f"<h3>{escape(title)}</h3>", _wide_table(heads, rows)] if rows else []
+
+
+def _wide_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     body = "".join(_tr("td", row) for row in rows)
-    return [f"<h3>{escape(title)}</h3>", f'<div class="wide"><table>{_tr("th", heads)}{body}</table></div>']
+    return f'<div class="wide"><table>{_tr("th", heads)}{body}</table></div>'
 
 
 def _row(c: Cell) -> list[str]:
@@ -175,11 +172,11 @@ def _row(c: Cell) -> list[str]:
     gaps, first, memory = c["inter_token_seconds"], c["first_token_seconds"], c["memory"]
     return [
         c["method"],
-        _with_interval(c["speedup_vs_plain"], 2),
-        _with_interval(c["speedup_vs_hf"], 2),
+        interval(c["speedup_vs_plain"], 2),
+        interval(c["speedup_vs_hf"], 2),
         f"{c['tau']['value']:.2f}" if "tau" in c else "–",
         f"{c['nodes_per_step']:.1f}" if "tau" in c else "–",
-        _with_interval(c["tokens_per_second"], 1),
+        interval(c["tokens_per_second"], 1),
         f"{first['p50'] * 1000:.0f} ms" if first else "–",
         f"{gaps['p50'] * 1000:.1f} / {gaps['p95'] * 1000:.1f} ms" if gaps else "–",
         *((f"{share:.0%}" for share in (draft, target, sum(phases.values()))) if c["phases"] else ("–",) * 3),
@@ -187,10 +184,11 @@ def _row(c: Cell) -> list[str]:
     ]
 
 
-def _with_interval(value: Mapping[str, float] | None, digits: int) -> str:
+def interval(value: Mapping[str, float] | None, digits: int, unit: str = "") -> str:
+    """A median with its interval."""
     if value is None:
         return "–"
-    return f"{value['median']:.{digits}f} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
+    return f"{value['median']:.{digits}f}{unit} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
 
 
 def _tr(tag: str, cells: Sequence[str]) -> str:
@@ -206,17 +204,23 @@ def _cost_part(results: Mapping[str, Any]) -> list[str]:
     return ["<h2>Cost of the target's forward</h2>", line_chart(axes, [Series("", points, COLOURS[0])])]
 
 
-def _agreement_part(results: Mapping[str, Any]) -> list[str]:
-    heads = ("method", "T", "batch", "equal outputs", "tokens before the first difference")
-    rows = [
+AGREEMENT = ("T", "batch", "method", "equal outputs", "tokens before the first difference")
+"""Columns of `agreement_rows`."""
+
+
+def agreement_rows(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Per temperature, batch size and method: outputs that equal plain decoding's."""
+    return [
         (
-            c["method"], f"{c['temperature']:g}", str(c["batch"]), f"{c['equal']} of {c['outputs']}",
+            f"{c['temperature']:g}", str(c["batch"]), c["method"], f"{c['equal']} of {c['outputs']}",
             f"{c['tokens_before_divergence']} of {c['tokens']}",
         )
         for c in results["agreement"]
     ]  # fmt: skip
-    out = ["<h2>Agreement with plain decoding</h2>", '<div class="wide"><table>', _tr("th", heads)]
-    out += [*(_tr("td", row) for row in rows), "</table></div>"]
+
+
+def _agreement_part(results: Mapping[str, Any]) -> list[str]:
+    out = ["<h2>Agreement with plain decoding</h2>", _wide_table(AGREEMENT, agreement_rows(results))]
     for d in results["divergences"]:
         where = (
             f"{d['method']}, {d['task']} {d['question']} turn {d['turn']}, batch {d['batch']}, token {d['position']}"
@@ -230,8 +234,7 @@ def _agreement_part(results: Mapping[str, Any]) -> list[str]:
 
 def _methods_part(results: Mapping[str, Any]) -> list[str]:
     rows = [(m["label"], m["settings"], m["head"] or "–") for m in results["methods"]]
-    out = ["<h2>Methods</h2>", '<div class="wide"><table>', _tr("th", ("method", "settings", "head"))]
-    out += [*(_tr("td", row) for row in rows), "</table></div>"]
+    out = ["<h2>Methods</h2>", _wide_table(("method", "settings", "head"), rows)]
     out += [f'<p class="dim">Not run: {escape(e["method"])}: {escape(e["reason"])}</p>' for e in results["not_run"]]
     if results["skipped"]:
         out.append(f'<p class="dim">Skipped, longer than the context: {len(results["skipped"])} prompts.</p>')

@@ -9,7 +9,7 @@ from typing import Any
 
 from aquiline.bench import metrics
 from aquiline.bench.environment import environment_line
-from aquiline.bench.page import render_html
+from aquiline.bench.page import AGREEMENT, agreement_rows, interval, render_html
 from aquiline.bench.records import Record, record_from_json, record_json
 from aquiline.bench.tasks import TITLES, Question
 
@@ -105,9 +105,9 @@ def _table(results: Mapping[str, Any], temperature: float) -> list[str]:
         whole = cells[method, "all"]
         row = [method, *(_speed_tau(cells.get((method, task))) for task in tasks)]
         row += [
-            _interval(whole["speedup_vs_plain"], "x"),
-            _interval(whole["speedup_vs_hf"], "x"),
-            _interval(whole["tokens_per_second"], "", 1),
+            interval(whole["speedup_vs_plain"], 2, "x"),
+            interval(whole["speedup_vs_hf"], 2, "x"),
+            interval(whole["tokens_per_second"], 1),
         ]
         lines.append(_row(row))
     return [*lines, ""]
@@ -124,20 +124,9 @@ def _speed_tau(cell: Mapping[str, Any] | None) -> str:
     return f"{speed} / {cell['tau']['value']:.2f}" if "tau" in cell else speed
 
 
-def _interval(value: Mapping[str, float] | None, unit: str, digits: int = 2) -> str:
-    if value is None:
-        return "–"
-    return f"{value['median']:.{digits}f}{unit} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
-
-
 def _agreement_lines(results: Mapping[str, Any]) -> list[str]:
     lines = ["Outputs compared with plain decoding's:", ""]
-    heads = ["T", "batch", "method", "equal outputs", "tokens before the first difference"]
-    lines += [_row(heads), _row(["---"] * len(heads))]
-    for cell in results["agreement"]:
-        equal = f"{cell['equal']} of {cell['outputs']}"
-        tokens = f"{cell['tokens_before_divergence']} of {cell['tokens']}"
-        lines.append(_row([f"{cell['temperature']:g}", str(cell["batch"]), cell["method"], equal, tokens]))
+    lines += [_row(AGREEMENT), _row(["---"] * len(AGREEMENT)), *map(_row, agreement_rows(results))]
     if results["divergences"]:
         ties = sum(d["near_tie"] for d in results["divergences"])
         lines += ["", f"Differing outputs of our methods at T = 0: {len(results['divergences'])}, near-ties: {ties}."]

@@ -86,8 +86,10 @@ def _report(loaded: Loaded, outputs: dict[str, list[GenerationOutput]], as_json:
 
 
 def _difference(plain: list[int], other: list[int], dtype: str) -> str:
-    same = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
+    from aquiline.engine.batch import common_prefix
+
+    same, kind = common_prefix(plain, other), dtype.removeprefix("torch.")
     return (
-        f"tokens: the first {same} of {len(plain)} agree; then {dtype.removeprefix('torch.')} rounding decides between "
-        "two nearly equal logits (with --dtype float32 the outputs are identical)"
+        f"tokens: the first {same} of {len(plain)} agree; then {kind} rounding decides between two nearly equal "
+        "logits (with --dtype float32 the outputs are identical)"
     )

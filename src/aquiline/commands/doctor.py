@@ -37,6 +37,7 @@ def examine() -> tuple[dict[str, Any], list[str]]:
     """Returns (facts by name, lines of advice)."""
     import torch
 
+    from aquiline.bench.environment import cpu_name, package_version
     from aquiline.targets.packed import packable
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -44,8 +45,8 @@ def examine() -> tuple[dict[str, Any], list[str]]:
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **_versions("transformers", "tokenizers", "safetensors"),
-        "processor": _processor(),
+        **{name: package_version(name) or "missing" for name in ("transformers", "tokenizers", "safetensors")},
+        "processor": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": capability,
@@ -58,30 +59,10 @@ def examine() -> tuple[dict[str, Any], list[str]]:
     return facts, _advice(facts)
 
 
-def _versions(*names: str) -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
-    return found
-
-
 def _installed(name: str) -> bool:
     from importlib.util import find_spec
 
     return find_spec(name) is not None
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _advice(facts: dict[str, Any]) -> list[str]:
