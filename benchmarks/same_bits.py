@@ -53,7 +53,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
 DRAWN = ("eagle3", "eagle", "medusa", "hydra", "small-model")
 """Trainings whose heads then draft for the tiny target."""
 
-_WORDS = "the river ran past old stone houses while people told long stories about rain and bread".split()
+_WORDS = ("the", "river", "ran", "past", "old", "stone", "houses", "people", "told", "long", "stories", "of", "rain")
 
 
 def main() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -73,3 +75,92 @@ def several(name: str, value: Any, allowed: str = "several, in a tuple") -> tupl
     """
     check_kind(name, value, isinstance(value, Iterable) and not isinstance(value, str | bytes), allowed)
     return tuple(value)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a setting means: the one source of its check, its ``--help`` and its row in the docs.
+
+    Attributes:
+        text: what it does.
+        unit: of its number, or of each of its numbers.
+        allowed: range of its numbers: "≥ 1", "> 0" or "0 … 1".
+        choices: its values, where they are names.
+        shown: the default in words, where the value does not say it.
+        only: kinds of run that it has an effect on; empty: all.
+        by_kind: kind of run → default that takes the place of None.
+    """
+
+    text: str
+    unit: str = ""
+    allowed: str = ""
+    choices: tuple[str, ...] = ()
+    shown: str = ""
+    only: tuple[str, ...] = ()
+    by_kind: Mapping[str, Any] = field(default_factory=dict)
+
+
+def setting(default: Any, text: str, **more: Any) -> Any:
+    """A dataclass field with a meaning.
+
+    Args:
+        default: its default; `dataclasses.MISSING` where it must be given.
+        text: see `Meaning`, as for `more`.
+    """
+    return field(default=default, metadata={"meaning": Meaning(text, **more)})
+
+
+def meanings(settings: Any) -> dict[str, tuple[dataclasses.Field[Any], Meaning]]:
+    """Name → (field, meaning) of a dataclass's settings, in order."""
+    fields = dataclasses.fields(settings)
+    return {each.name: (each, each.metadata["meaning"]) for each in fields if "meaning" in each.metadata}
+
+
+def check_settings(settings: Any) -> None:
+    """Rejects settings outside their meaning, NaN among them; None passes.
+
+    Raises:
+        ValueError: naming the setting, its value and what is allowed.
+    """
+    for name, (_, meaning) in meanings(settings).items():
+        value = getattr(settings, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if part is not None and meaning.choices:
+                check_value(name, part, part in meaning.choices, ", ".join(meaning.choices))
+            elif part is not None and meaning.allowed and not within(part, meaning.allowed):
+                raise ValueError(f"{name} is {value}; allowed: {meaning.allowed}")
+
+
+def within(value: float, allowed: str) -> bool:
+    """Whether a number lies in a range as `Meaning` writes it."""
+    if "…" in allowed:
+        low, high = (float(bound) for bound in allowed.split("…"))
+        return low <= value <= high
+    sign, bound = allowed.split()
+    return value >= float(bound) if sign == "≥" else value > float(bound)
+
+
+def explanation(each: dataclasses.Field[Any], meaning: Meaning) -> str:
+    """A setting in one line: text, unit, range and default; ``--help`` and the docs' table show the choices."""
+    details = [" ".join(filter(None, (meaning.unit, meaning.allowed))), default_of(each, meaning)]
+    return f"{meaning.text} ({'; '.join(filter(None, details))})"
+
+
+def default_of(each: dataclasses.Field[Any], meaning: Meaning) -> str:
+    """A setting's default in words."""
+    if each.default is dataclasses.MISSING:
+        return "required"
+    if meaning.shown or not meaning.by_kind:
+        return f"default: {meaning.shown or _shown(each.default)}"
+    kinds: dict[str, list[str]] = {}
+    for kind, value in meaning.by_kind.items():
+        kinds.setdefault(_shown(value), []).append(kind)
+    return "default: " + ", ".join(f"{value} for {' and '.join(names)}" for value, names in kinds.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "on", False: "off", None: "none"}[value]
+    if isinstance(value, tuple):
+        return " ".join(map(_shown, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)

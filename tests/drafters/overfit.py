@@ -8,9 +8,9 @@ import torch
 
 from aquiline.drafters.final_heads import FinalHeads
 from aquiline.training.features import compute_features
-from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.learners.new_students import new_student
 from aquiline.training.learners.students import Student, lesson, student_loss
+from aquiline.training.settings import TrainSettings
 from tests import tiny
 
 LENGTH = 36
@@ -30,9 +30,10 @@ def texts(count: int = 3) -> list[tuple[list[int], list[int]]]:
 def student(kind: str, steps: int = 50, *, own_lm_head: bool = False, drafted: int = tiny.VOCAB) -> Student:
     """A student trained in float64 on `texts`, by the package's own loss."""
     target = tiny.decoder("llama")
-    settings = HeadsSettings(
-        "", ("",), "", kind, num_heads=3, num_blocks=2, num_layers=4, own_lm_head=own_lm_head, seed=1
+    sizes: dict = (
+        {"num_layers": 4} if kind == "small-model" else {"num_heads": 3, "num_blocks": 2, "own_lm_head": own_lm_head}
     )
+    settings = TrainSettings("", ("",), "", kind, seed=1, **sizes)
     head = target.lm_head.weight[:drafted]
     result = new_student(settings, target, head).replica()
     examples = []

@@ -24,7 +24,6 @@ from aquiline.targets.loading import load_target
 from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import decoder_features
-from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.heads_training import train_heads
 from aquiline.training.loop import train
 from aquiline.training.processes import shards_target, start_processes
@@ -228,7 +227,7 @@ def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_heads_of_one_process_refuse_several(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    settings = HeadsSettings(str(base / "target"), (str(base / "set"),), str(base / "medusa"), "medusa")
+    settings = TrainSettings(str(base / "target"), (str(base / "set"),), str(base / "medusa"), "medusa")
     with pytest.raises(ValueError, match="training of medusa runs in one process, 2 were started"):
         train_heads(settings)
 

@@ -18,7 +18,6 @@ from aquiline.cli import main
 from aquiline.training import features
 from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import SplitCounts, SplitWriter, open_training_set
-from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.heads_training import train_heads
 from aquiline.training.loop import train
 from aquiline.training.run_sets import open_sets
@@ -52,11 +51,11 @@ def with_empty(base: Path, folder: Path, split: str) -> Path:
     return folder
 
 
-def heads(base: Path, output: str, **changes: Any) -> HeadsSettings:
+def heads(base: Path, output: str, **changes: Any) -> TrainSettings:
     values: dict[str, Any] = {"kind": "medusa", "num_heads": 2, "draft_vocab_size": 60, "max_length": 64}
     values |= {"batch_positions": 60, "total_positions": 100, "workers": 1, "dtype": "float32", "regress_positions": 0}
     values |= {"target": str(base / "target"), "data": (str(base / "set"),), "output": str(base / output)}
-    return HeadsSettings(**(values | changes))
+    return TrainSettings(**(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_a_signal_is_no_success(
     command += ["--draft-vocab-size", "60", "--max-length", "64", "--batch-positions", "60", "--workers", "1"]
     command += ["--total-positions", "300", "--dtype", "float32"]
     assert main(command) == 128 + signal.SIGTERM
-    assert "the same command with --resume goes on" in capsys.readouterr().out
+    assert "--resume" in capsys.readouterr().out
     monkeypatch.undo()
     assert main([*command, "--resume"]) == 0
     assert torch.load(base / "cut" / "checkpoint.pt", weights_only=True)["progress"][1] >= 300

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+import typing
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,62 @@ def add_machine_options(parser: Any) -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: cpu)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
+
+
+def add_setting_options(group: Any, settings: type[Any], names: Collection[str]) -> None:
+    """Adds an option for each of some settings; its help is the setting's meaning.
+
+    An option that was not given is None, so that a default is written in one place: the dataclass.
+
+    Args:
+        group: a parser or a group of one.
+        settings: a dataclass whose fields are made by `aquiline.checks.setting`.
+        names: the fields to add.
+    """
+    from aquiline.checks import explanation, meanings
+
+    hints = typing.get_type_hints(settings)
+    for name, (each, meaning) in meanings(settings).items():
+        if name not in names:
+            continue
+        flag, text = f"--{name.replace('_', '-')}", explanation(each, meaning).replace("%", "%%")
+        kind, repeated = _kind(hints[name])
+        if kind is bool:
+            group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+            continue
+        more: dict[str, Any] = {"nargs": "+"} if repeated else {}
+        more |= {"choices": meaning.choices} if meaning.choices else {"metavar": "N" if meaning.allowed else "VALUE"}
+        group.add_argument(flag, dest=name, type=kind, help=text, **more)
+
+
+def _kind(hint: Any) -> tuple[Any, bool]:
+    """The type of one value of an annotation (int, float, str or bool), and whether it holds several."""
+    parts = [part for part in typing.get_args(hint) if part not in (type(None), Ellipsis)]
+    if typing.get_origin(hint) is tuple:
+        return _kind(parts[0])[0], True
+    if parts:
+        return _kind(parts[0])
+    return integer_of if hint is int else hint, False
+
+
+def integer_of(text: str) -> int:
+    """An integer as people write it: 200000, 200_000 or 2e5.
+
+    Raises:
+        ValueError: for anything else, fractions among it.
+    """
+    value = float(text) if "e" in text else int(text)
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
+
+
+def given_settings(arguments: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
+    """The settings of a dataclass that the command line named, lists as tuples."""
+    values = {each.name: getattr(arguments, each.name, None) for each in dataclasses.fields(settings)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None
+    }
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,6 @@ from aquiline.training.features import (
     feature_stamp,
     open_features,
 )
-from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.learners.initial import draft_vocabulary
 from aquiline.training.learners.new_students import new_student, save_student
 from aquiline.training.learners.regression import Regression
@@ -45,7 +44,7 @@ from aquiline.training.running import (
     stop_signals,
     validation_texts,
 )
-from aquiline.training.settings import MAY_CHANGE
+from aquiline.training.settings import TrainSettings, changed_settings, settings_record
 from aquiline.training.state import keep_freed_memory, positions_to_keep
 from aquiline.training.step import TrainingDiverged
 from aquiline.training.stream import Mixture, micro_batches
@@ -55,7 +54,7 @@ from aquiline.training.stream import Mixture, micro_batches
 class _Run:
     """Everything that changes while training."""
 
-    settings: HeadsSettings
+    settings: TrainSettings
     sets: RunSets
     target: Decoder
     target_head: Tensor
@@ -73,7 +72,7 @@ class _Run:
     acceptance: dict[str, StudentAcceptance] = field(default_factory=dict)
 
 
-def train_heads(settings: HeadsSettings, *, resume: bool = False, overwrite: bool = False) -> TrainReport:
+def train_heads(settings: TrainSettings, *, resume: bool = False, overwrite: bool = False) -> TrainReport:
     """Trains Medusa or Hydra heads or a small model; leaves it in the folder ``head`` of the output.
 
     Args:
@@ -129,7 +128,7 @@ def _regress(run: _Run, student: HeadsStudent) -> None:
     )
 
 
-def _start(settings: HeadsSettings) -> _Run:
+def _start(settings: TrainSettings) -> _Run:
     opened = open_sets(settings.target, settings.data, settings.validation or settings.data)
     target = load_target(settings.target, getattr(torch, settings.dtype))
     if not isinstance(target, Decoder):
@@ -148,7 +147,7 @@ def _start(settings: HeadsSettings) -> _Run:
         rows = rows[vocabulary].contiguous()
     student = new_student(settings, target, rows)
     named = list(student.network.named_parameters())
-    optimisers = make_optimisers(named, settings.lr, settings.matrix_rate, settings.weight_decay)
+    optimisers = make_optimisers(named, settings.lr, settings.muon_lr, settings.weight_decay)
     fingerprint = target_fingerprint(Path(settings.target))
     store = None
     if settings.features:
@@ -198,7 +197,7 @@ def _optimiser_step(run: _Run, pool: ThreadPoolExecutor) -> tuple[float, list[fl
     chosen = run.mixture.next_batch(settings.batch_positions)
     texts = [_text(run.mixture.sets[source], index, settings.max_length) for source, index in chosen]
     counts = [sum(int(counted(m, student.first + d).sum()) for _, m in texts) for d in range(student.depths)]
-    scales = [settings.depth_decay**depth / max(1, count) for depth, count in enumerate(counts)]
+    scales = [settings.step_decay**depth / max(1, count) for depth, count in enumerate(counts)]
     lengths = [len(tokens) for tokens, _ in texts]
     for replica in run.replicas:
         _refresh(replica, student)
@@ -295,7 +294,7 @@ def _save(run: _Run) -> None:
         run.store.flush()
     output = Path(run.settings.output)
     state = {
-        "settings": run.settings.record(),
+        "settings": settings_record(run.settings),
         "sets": run.sets.fingerprints,
         "network": run.student.network.state_dict(),
         "optimisers": [optimiser.state_dict() for optimiser in run.optimisers],
@@ -318,12 +317,7 @@ def _save(run: _Run) -> None:
 
 def _restore(run: _Run, path: Path) -> None:
     state: dict[str, Any] = torch.load(path, weights_only=True)
-    now, saved = run.settings.record(), state["settings"]
-    different = [
-        f"{name}: {saved.get(name)!r} → {now[name]!r}"
-        for name in now
-        if name not in MAY_CHANGE and saved.get(name) != now[name]
-    ]
+    different = changed_settings(run.settings, state["settings"])
     if different:
         raise ValueError(
             f"{path} was made with other settings ({'; '.join(different)}); use those, or start anew in another folder"

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RULES = ("kl", "tv", "lk")
-
 _ROWS = 2048  # rows whose logits are held at once
 _CHUNK = 128  # rows of one float32 softmax: 4 MB at 8192 ids, which stays in the cache
 

@@ -1,13 +1,25 @@
-"""Settings of a training run, checked when they are made."""
+"""Settings of a training run, checked when they are made; what each means is written once, here."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from typing import Any
 
-from aquiline.training.losses import RULES
+from aquiline.checks import check_settings, check_value, meanings, setting
+
+EAGLE, PARALLEL, SMALL = ("eagle3", "eagle"), ("medusa", "hydra"), ("small-model",)
+KINDS = (*EAGLE, *PARALLEL, *SMALL)
+_BRIEF = (*PARALLEL, *SMALL)
+"""Kinds that learn in fewer positions than EAGLE heads."""
+
+_MUON_LR, _REGRESSED_LR = 0.02, 0.002
+"""Larger steps undo a regression before they improve it."""
+
+
+def _by_kind(eagle: Any, brief: Any) -> dict[str, Any]:
+    return dict.fromkeys(EAGLE, eagle) | dict.fromkeys(_BRIEF, brief)
+
 
 MAY_CHANGE = (
     "output",
@@ -27,164 +39,210 @@ MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """A training run.
+    """A training run. A setting without effect on the run's kind is rejected; `None` means the kind's default."""
 
-    Attributes:
-        target: folder of the target (config.json, model.safetensors).
-        data: training sets made by `prepare`.
-        output: folder for checkpoints, metrics and the head.
-        kind: "eagle3" or "eagle" (EAGLE-1/2).
-        data_weights: share of positions of each training set; empty: by their size.
-        decay_weights: shares while the learning rate decays; empty: as `data_weights`.
-        validation: training sets whose validation split is measured; empty: all of `data`.
-        init: head to start from, in any dialect, or the name of a shipped one; None makes a new one.
-        start: where a new head starts: at the "target" (its last layer and LM head, or a least-squares
-            fit for EAGLE-1), or at "random" weights.
-        features: folder that keeps the target's features; None computes them each time.
-        keep_layers: further layers that the folder keeps, so that heads that read them can share it.
-        limit_conversations: for each set, use only so many (0: all), to repeat cached features.
-        layers: feature layers of an EAGLE-3 head, one or more; None: 2, n/2, n-3.
-        draft_vocab_size: ids that an EAGLE-3 head drafts (the vocabulary of `init` wins), and
-            that the loss of an EAGLE-1 head is computed over.
-        ttt_steps: unrolled steps; for EAGLE-1, more than 1 is HASS-style.
-        step_decay: weight of step i is step_decay ** i.
-        loss: "kl", "tv" or "lk", see `aquiline.training.losses`.
-        token_weight: weight of the loss between distributions.
-        feature_weight: weight of SmoothL1 on the target's last feature; EAGLE-1 needs it, EAGLE-3
-            leaves it out (0).
-        feature_noise: features get uniform noise of ± this much (EAGLE-1).
-        max_length: conversations are cut to so many tokens.
-        batch_positions: positions of an optimiser step.
-        micro_positions: positions that go through the network together; a step adds up their gradients.
-        recompute: gradient checkpointing: less memory for an unroll of long conversations, a third more work.
-        pack: lay conversations behind one another with a block mask instead of padding.
-        lr: AdamW's learning rate.
-        muon_lr: Muon's learning rate for matrices; 0 uses AdamW alone.
-        weight_decay: AdamW's.
-        clip: bound on the gradient's norm.
-        total_positions: length of the run, decay included.
-        warmup_positions: learning rate rises over so many.
-        decay_share: part of the run, at its end, in which the rate falls to 0. A file
-            ``decay`` in the output folder begins the decay at once, or stretches it: its
-            content is the positions to go, or nothing for `decay_share` of what was seen.
-        save_minutes: checkpoint interval.
-        validate_positions: validation interval.
-        log_steps: metrics interval in optimiser steps.
-        workers: micro-batches computed at a time, each by one thread; 0: one per core. The
-            result does not depend on it.
-        shard_target: each process of several keeps a part of each of the target's layers; the head stays
-            whole. The result does not depend on it.
-        dtype: in which the target and the copies of the head compute: "bfloat16" or "float32".
-        tensorboard: also write TensorBoard events into the output folder.
-        seed: order of the data and noise.
-    """
-
-    target: str
-    data: tuple[str, ...]
-    output: str
-    kind: str = "eagle3"
-    data_weights: tuple[float, ...] = ()
-    decay_weights: tuple[float, ...] = ()
-    validation: tuple[str, ...] = ()
-    init: str | None = None
-    start: str = "target"
-    features: str | None = None
-    keep_layers: tuple[int, ...] = ()
-    limit_conversations: tuple[int, ...] = ()
-    layers: tuple[int, ...] | None = None
-    draft_vocab_size: int = 8192
-    ttt_steps: int = 4
-    step_decay: float = 0.8
-    loss: str = "kl"
-    token_weight: float = 1.0
-    feature_weight: float = 0.0
-    feature_noise: float = 0.0
-    max_length: int = 512
-    batch_positions: int = 4096
-    micro_positions: int = 512
-    recompute: bool = False
-    pack: bool = False
-    lr: float = 1e-3
-    muon_lr: float = 0.02
-    weight_decay: float = 0.0
-    clip: float = 0.5
-    total_positions: int = 3_000_000
-    warmup_positions: int = 100_000
-    decay_share: float = 0.3
-    save_minutes: float = 4.0
-    validate_positions: int = 200_000
-    log_steps: int = 5
-    workers: int = 0
-    shard_target: bool = False
-    dtype: str = "bfloat16"
-    tensorboard: bool = False
-    seed: int = 0
+    target: str = setting(MISSING, "folder of the target: config.json and model.safetensors")
+    data: tuple[str, ...] = setting(MISSING, "training sets made by `aquiline prepare`")
+    output: str = setting(MISSING, "folder for checkpoints, metrics and the finished head")
+    kind: str = setting("eagle3", "what to train", choices=KINDS)
+    data_weights: tuple[float, ...] = setting(
+        (), "share of positions of each training set", allowed="≥ 0", shown="by their size"
+    )
+    decay_weights: tuple[float, ...] = setting(
+        (), "shares of the sets while the learning rate decays", allowed="≥ 0", shown="as --data-weights"
+    )
+    validation: tuple[str, ...] = setting(
+        (), "training sets whose validation split is measured", shown="those that are trained on"
+    )
+    init: str | None = setting(
+        None,
+        "start from this head: a folder in any dialect, or the name of a shipped one",
+        shown="a new head",
+        only=EAGLE,
+    )
+    start: str = setting(
+        "target",
+        "where a new head starts: at the target's last layer and LM head (eagle: a least-squares fit), or random",
+        choices=("target", "random"),
+        only=EAGLE,
+    )
+    features: str | None = setting(
+        None,
+        "folder that keeps the target's features for later epochs and runs on the same sets",
+        shown="compute them each time",
+    )
+    keep_layers: tuple[int, ...] = setting(
+        (), "further feature layers to keep in --features, for heads that read them", unit="layer boundary"
+    )
+    limit_conversations: tuple[int, ...] = setting(
+        (), "for each set, use only this many conversations; 0 uses all", allowed="≥ 0", shown="all"
+    )
+    layers: tuple[int, ...] | None = setting(
+        None, "feature layers that the head reads", unit="layer boundary", shown="2, n/2 and n-3", only=("eagle3",)
+    )
+    draft_vocab_size: int | None = setting(
+        None,
+        "most frequent tokens that the head drafts; eagle and small-model draft every token, and compute their loss "
+        "over these",
+        unit="tokens",
+        allowed="≥ 1",
+        shown="8,192; all for small-model",
+        by_kind=_by_kind(8192, 8192) | dict.fromkeys(SMALL, None),
+    )
+    ttt_steps: int = setting(
+        4,
+        "steps that the network is unrolled on its own output; for eagle, more than 1 is HASS-style",
+        unit="steps",
+        allowed="≥ 1",
+        only=EAGLE,
+    )
+    num_heads: int = setting(4, "heads, each for one position ahead", unit="heads", allowed="≥ 1", only=PARALLEL)
+    num_blocks: int = setting(1, "residual blocks of each head", unit="blocks", allowed="≥ 1", only=PARALLEL)
+    regress_positions: int = setting(
+        40_000,
+        "fit each head to the feature ahead by least squares before the first step; 0 does not",
+        unit="positions",
+        allowed="≥ 0",
+        only=PARALLEL,
+    )
+    own_lm_head: bool = setting(False, "train one LM head for all heads instead of reading the target's", only=PARALLEL)
+    num_layers: int = setting(
+        4, "layers of the small model: copies of the target's first and last", unit="layers", allowed="≥ 1", only=SMALL
+    )
+    step_decay: float = setting(0.8, "weight of depth i in the loss is this to the power of i", allowed="> 0")
+    loss: str = setting(
+        "kl",
+        "loss between distributions: cross-entropy, total variation, or -log acceptance",
+        choices=("kl", "tv", "lk"),
+    )
+    token_weight: float = setting(1.0, "weight of the loss between distributions", allowed="≥ 0", only=EAGLE)
+    feature_weight: float = setting(
+        0.0,
+        "weight of the SmoothL1 loss on the target's last feature, which EAGLE-1 was published with",
+        allowed="≥ 0",
+        only=EAGLE,
+    )
+    feature_noise: float = setting(
+        0.0, "uniform noise of at most this size on the features that the head reads", allowed="≥ 0", only=EAGLE
+    )
+    max_length: int = setting(512, "conversations are cut to this length", unit="tokens", allowed="≥ 3")
+    batch_positions: int = setting(
+        None,
+        "size of an optimiser step",
+        unit="positions",
+        allowed="≥ 1",
+        by_kind=_by_kind(4096, 2048),
+    )
+    micro_positions: int = setting(
+        512, "part of a step that a worker computes at a time; gradients add up", unit="positions", allowed="≥ 1"
+    )
+    recompute: bool = setting(
+        False, "gradient checkpointing: less memory for long conversations, a third more work", only=EAGLE
+    )
+    pack: bool = setting(False, "put conversations into one row with a block mask instead of padding them", only=EAGLE)
+    lr: float = setting(1e-3, "AdamW's learning rate", allowed="> 0")
+    muon_lr: float = setting(
+        None,
+        "Muon's learning rate for matrices; 0 uses AdamW alone (medusa, hydra without regression: 0.02)",
+        allowed="≥ 0",
+        by_kind=_by_kind(_MUON_LR, _MUON_LR) | dict.fromkeys(PARALLEL, _REGRESSED_LR),
+    )
+    weight_decay: float = setting(0.0, "AdamW's weight decay", allowed="≥ 0")
+    clip: float = setting(0.5, "bound on the norm of the gradient", allowed="> 0")
+    total_positions: int = setting(
+        None,
+        "length of the run, decay included",
+        unit="positions",
+        allowed="≥ 1",
+        by_kind=_by_kind(3_000_000, 400_000),
+    )
+    warmup_positions: int = setting(
+        None,
+        "the learning rate rises over these",
+        unit="positions",
+        allowed="≥ 0",
+        by_kind=_by_kind(100_000, 20_000),
+    )
+    decay_share: float = setting(
+        None,
+        "last part of the run, in which the learning rate falls to 0; a file `decay` in the output folder, empty or "
+        "with a number of positions, starts the fall at once",
+        unit="share",
+        allowed="0 … 1",
+        by_kind=_by_kind(0.3, 0.5),
+    )
+    save_minutes: float = setting(4.0, "time between checkpoints", unit="minutes", allowed="≥ 0")
+    validate_positions: int = setting(200_000, "training between two validations", unit="positions", allowed="≥ 1")
+    log_steps: int = setting(5, "optimiser steps between two lines of metrics", unit="steps", allowed="≥ 1")
+    workers: int = setting(
+        0,
+        "micro-batches computed at a time, each by one thread; the result does not depend on it",
+        allowed="≥ 0",
+        shown="0, one per core",
+    )
+    shard_target: bool = setting(
+        False, "each of several processes keeps a part of every layer of the target; the result does not depend on it"
+    )
+    dtype: str = setting(
+        "bfloat16", "dtype in which the target and the copies of the head compute", choices=("bfloat16", "float32")
+    )
+    tensorboard: bool = setting(False, "also write TensorBoard events into the output folder")
+    seed: int = setting(0, "order of the data, noise and random weights")
 
     def __post_init__(self) -> None:
-        if self.kind not in ("eagle3", "eagle"):
-            raise ValueError(f"kind {self.kind!r} is not known; allowed: eagle3, eagle")
-        if self.kind == "eagle" and self.layers is not None:
-            raise ValueError(f"layers {self.layers} have no effect on kind eagle, which reads the final feature")
-        if self.start not in ("target", "random"):
-            raise ValueError(f"start {self.start!r} is not known; allowed: target, random")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype {self.dtype!r} is not allowed; allowed: bfloat16, float32")
+        check_value("kind", self.kind, self.kind in KINDS, ", ".join(KINDS))
+        self._fill()
+        check_settings(self)
+        self._check_effect()
         if not self.data:
-            raise ValueError("no training data given; make a set with `prepare`")
+            raise ValueError("no training data given; make a set with `aquiline prepare`")
         for name in ("data_weights", "decay_weights"):
             weights = getattr(self, name)
-            if weights and (len(weights) != len(self.data) or min(weights) < 0 or not sum(weights)):
+            if weights and (len(weights) != len(self.data) or not sum(weights)):
                 raise ValueError(f"{name} {weights} must give a share ≥ 0 for each of {len(self.data)} data sets")
-        if self.loss not in RULES:
-            raise ValueError(f"loss {self.loss!r} is not known; allowed: {', '.join(RULES)}")
+        if self.limit_conversations and len(self.limit_conversations) != len(self.data):
+            raise ValueError(
+                f"limit_conversations {self.limit_conversations} must give a number ≥ 0 for each of {len(self.data)} "
+                "data sets"
+            )
         if self.kind == "eagle" and not self.token_weight and not self.feature_weight:
-            raise ValueError("token_weight and feature_weight are both 0: there is nothing to learn")
-        check_limits(self.limit_conversations, len(self.data))
-        check_numbers(self, "≥ 1", "ttt_steps", "batch_positions", "micro_positions", "total_positions")
-        check_numbers(self, "≥ 1", "draft_vocab_size", "validate_positions", "log_steps")
-        check_numbers(self, "≥ 0", "warmup_positions", "save_minutes", "workers", "weight_decay", "muon_lr")
-        check_numbers(self, "≥ 0", "token_weight", "feature_weight", "feature_noise")
-        check_numbers(self, "> 0", "lr", "clip", "step_decay")
-        check_numbers(self, "≥ 3", "max_length")
-        check_numbers(self, "0 … 1", "decay_share")
+            raise ValueError("token_weight and feature_weight are both 0; give one of them a weight > 0")
+
+    def _fill(self) -> None:
+        """Gives settings that are None the default of their kind."""
+        for name, (_, meaning) in meanings(self).items():
+            if getattr(self, name) is None and meaning.by_kind:
+                object.__setattr__(self, name, meaning.by_kind[self.kind])
+        if self.kind in PARALLEL and not self.regress_positions and self.muon_lr == _REGRESSED_LR:
+            object.__setattr__(self, "muon_lr", _MUON_LR)
+
+    def _check_effect(self) -> None:
+        for name, (each, meaning) in meanings(self).items():
+            if meaning.only and self.kind not in meaning.only and getattr(self, name) != each.default:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} has no effect with kind {self.kind}, only with "
+                    f"{' and '.join(meaning.only)}; leave it out"
+                )
+
+    def vocabulary_size(self, whole: int) -> int:
+        """Tokens that are drafted or, where all are, that the loss is computed over.
+
+        Args:
+            whole: size of the target's vocabulary.
+        """
+        return min(self.draft_vocab_size or whole, whole)
 
 
-_BOUNDS: dict[str, Callable[[float], bool]] = {
-    "≥ 1": lambda value: value >= 1,
-    "≥ 3": lambda value: value >= 3,
-    "≥ 0": lambda value: value >= 0,
-    "> 0": lambda value: value > 0,
-    "0 … 1": lambda value: 0 <= value <= 1,
-}
-
-
-def check_numbers(settings: Any, allowed: str, *names: str) -> None:
-    """Refuses settings outside a range, NaN among them; None is not looked at.
-
-    Raises:
-        ValueError: naming the setting, its value and the range.
-    """
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not _BOUNDS[allowed](value):
-            raise ValueError(f"{name} is {value}; allowed: {allowed}")
-
-
-def check_limits(limits: Sequence[int], sets: int) -> None:
-    """Refuses `limit_conversations` that do not give each training set its limit.
-
-    Raises:
-        ValueError: naming them.
-    """
-    if limits and (len(limits) != sets or min(limits) < 0):
-        raise ValueError(f"limit_conversations {tuple(limits)} must give a number ≥ 0 for each of {sets} data sets")
+def settings_of(*kinds: str) -> set[str]:
+    """Names of the settings that have an effect on each of some kinds."""
+    return {name for name, (_, meaning) in meanings(TrainSettings).items() if set(kinds) <= set(meaning.only or KINDS)}
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """Settings as JSON-able values."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(settings).items()
-    }
+    """The settings that have an effect, as JSON-able values."""
+    names = settings_of(settings.kind)
+    kept = {name: getattr(settings, name) for name in meanings(settings) if name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def changed_settings(settings: TrainSettings, saved: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,6 @@ from aquiline.targets.loading import load_target
 from aquiline.targets.target import Feature, Target, check_features
 from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.features import FeatureStore, announce_room, feature_stamp, open_features
-from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.learners.eagle import Learner, LossSettings, replicate
 from aquiline.training.learners.initial import draft_vocabulary, new_head
 from aquiline.training.learners.target_parts import embedding_table, read_out_rows
@@ -176,8 +175,9 @@ def _first_head(
 
 def _learner(settings: TrainSettings, target: Target, head: DraftHead, sets: list[TrainingSet]) -> Learner:
     vocabulary = head.draft_to_target
-    if vocabulary is None and settings.draft_vocab_size < target.shape.vocab_size:
-        vocabulary = draft_vocabulary(sets, settings.draft_vocab_size, target.shape.vocab_size)
+    if vocabulary is None and settings.vocabulary_size(target.shape.vocab_size) < target.shape.vocab_size:
+        size = settings.vocabulary_size(target.shape.vocab_size)
+        vocabulary = draft_vocabulary(sets, size, target.shape.vocab_size)
     rows = read_out_rows(target, vocabulary)
     loss = LossSettings(settings.loss, settings.token_weight, settings.feature_weight)
     return Learner(head.network, rows, loss, recompute=settings.recompute)
@@ -198,7 +198,7 @@ def _features(
     return store, store.layout
 
 
-def positions_to_keep(sets: Sequence[TrainingSet], settings: TrainSettings | HeadsSettings) -> int:
+def positions_to_keep(sets: Sequence[TrainingSet], settings: TrainSettings) -> int:
     """The most positions whose features a run can come to: those of its sets, or of its length."""
     limits = settings.limit_conversations or (0,) * len(sets)
     lengths = [data.lengths.clip(max=settings.max_length) for data in sets]

@@ -54,8 +54,9 @@ def new_head(
     if eagle3:
         layers = settings.layers or eagle3_layers(shape.num_layers)
     vocabulary = None
-    if eagle3 and settings.draft_vocab_size < shape.vocab_size:
-        vocabulary = draft_vocabulary(sets, settings.draft_vocab_size, shape.vocab_size)
+    size = settings.vocabulary_size(shape.vocab_size)
+    if eagle3 and size < shape.vocab_size:
+        vocabulary = draft_vocabulary(sets, size, shape.vocab_size)
     config = HeadConfig(
         kind=settings.kind,
         layer=draft_layer(target),

@@ -17,13 +17,13 @@ from torch import Tensor
 from aquiline.checkpoints.final_heads import build_final_network, write_final_heads
 from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig
 from aquiline.targets.decoder import Decoder, DecoderConfig, config_from_hf
-from aquiline.training.heads_settings import HeadsSettings
 from aquiline.training.learners.students import HeadsStudent, SmallModelStudent, SmallNetwork, Student
+from aquiline.training.settings import TrainSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
-def new_student(settings: HeadsSettings, target: Decoder, target_head: Tensor) -> Student:
+def new_student(settings: TrainSettings, target: Decoder, target_head: Tensor) -> Student:
     """Makes an untrained student.
 
     Heads begin by passing on the feature (`aquiline.training.learners.regression` gives them a better
@@ -93,7 +93,7 @@ def small_config(config: DecoderConfig, layers: int) -> DecoderConfig:
 def save_student(
     folder: Path,
     student: Student,
-    settings: HeadsSettings,
+    settings: TrainSettings,
     target: Decoder,
     vocabulary: Tensor | None,
     fingerprint: str,
