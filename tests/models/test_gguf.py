@@ -158,8 +158,8 @@ def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "mamba"}, "architecture 'mamba'; allowed are llama, qwen2, qwen3, gemma3"),
-        ({"drop": "blk.1.ffn_up.weight"}, r"lacks the tensor blk\.1\.ffn_up\.weight \(1 missing"),
+        ({"architecture": "mamba"}, "architecture 'mamba'; allowed: llama, qwen2, qwen3, gemma3"),
+        ({"drop": "blk.1.ffn_up.weight"}, r"lacks the tensor blk\.1\.ffn_up\.weight \(1 "),
         ({"extra": "blk.0.ffn_gate_exps.weight"}, r"has the tensor blk\.0\.ffn_gate_exps\.weight, which a plain llama"),
     ],
 )

@@ -70,7 +70,7 @@ def test_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_gguf_of_another_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AQUILINE_CACHE", str(tmp_path / "cache"))
     write_tiny_gguf(tmp_path / "a.gguf", "mamba")
-    with pytest.raises(ValueError, match=r"'mamba'; allowed are llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(ValueError, match=r"'mamba'; allowed: llama, qwen2, qwen3, gemma3"):
         resolve_target(tmp_path / "a.gguf")
 
 

@@ -83,7 +83,7 @@ def test_numbers_out_of_range_are_named(base: Path, change: dict[str, Any], word
     [
         ({"max_length": 100_000}, r"max_length is 100000, the target's context \d+ tokens; lower it"),
         ({"layers": (1, 99)}, r"unknown target feature 99; allowed: 0 …"),
-        ({"validation": ("nowhere",)}, r"nowhere is no training set"),
+        ({"validation": ("nowhere",)}, r"nowhere is not a training set"),
     ],
 )
 def test_what_does_not_fit_the_target_shows_before_the_first_step(

@@ -1,4 +1,4 @@
-"""Folders of the on-disk cache: built once, atomically, by one process at a time."""
+"""Cache folders on disk: built once, atomically, by one process at a time."""
 
 import json
 import os
@@ -11,7 +11,7 @@ STAMP_NAME = "source.json"
 
 
 def cache_root() -> Path:
-    """Return the folder that holds everything made on this machine.
+    """Returns the root of the cache.
 
     Returns:
         ``$AQUILINE_CACHE`` if it is set and not empty, else ``~/.cache/aquiline``; it need not
@@ -22,24 +22,23 @@ def cache_root() -> Path:
 
 
 def build_once(folder: Path, stamp: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """Return ``folder``, filled by ``build`` unless it already holds what ``stamp`` describes.
+    """Returns `folder`, filled by `build` unless it already matches `stamp`.
 
-    ``build`` writes into a hidden folder beside the final one, which is renamed into place when
-    all is written. An interrupted build therefore leaves nothing under the final name, and the
-    next build clears away what it left under the hidden one. A second process waits on a file
-    lock and then finds the folder made.
+    `build` writes into a hidden sibling folder, which is renamed into place when it is complete. An
+    interrupted build therefore leaves nothing under the final name, and the next build removes its
+    hidden remains. A second process waits for a file lock and then finds the finished folder.
 
     Args:
-        folder: Final place.
-        stamp: JSON-able facts that the contents depend on (source hash, layout version). A
-            folder with another stamp, or whose files changed in size, is built anew.
-        build: Fills the empty folder that it is given.
+        folder: the final path.
+        stamp: JSON-serialisable facts that determine the contents (source hash, layout version). A
+            folder with another stamp, or with files of a different size, is rebuilt.
+        build: fills the empty folder that it receives.
 
     Returns:
-        ``folder``.
+        `folder`.
 
     Raises:
-        OSError: The cache cannot be written (no space, no permission).
+        OSError: if the cache is not writable (no space, no permission).
     """
     if is_complete(folder, stamp):
         return folder
@@ -62,7 +61,7 @@ def build_once(folder: Path, stamp: Mapping[str, Any], build: Callable[[Path], N
 
 
 def is_complete(folder: Path, stamp: Mapping[str, Any]) -> bool:
-    """Tell whether ``folder`` was built from ``stamp`` and its files still have their sizes."""
+    """True if `folder` was built from `stamp` and its files still have their sizes."""
     try:
         written = json.loads((folder / STAMP_NAME).read_text(encoding="utf-8"))
         sizes = written.pop("files")
@@ -83,7 +82,7 @@ def _write_stamp(folder: Path, stamp: Mapping[str, Any]) -> None:
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
-    # A folder cannot be renamed over one that has files, so an outdated one steps aside first.
+    # A folder cannot be renamed over a non-empty one, so an outdated folder is moved away first.
     outdated = _hidden(folder, "outdated")
     shutil.rmtree(outdated, ignore_errors=True)
     if folder.exists():

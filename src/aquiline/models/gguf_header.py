@@ -1,4 +1,4 @@
-"""What the header of a GGUF file says: which model this is, and its Hugging Face config."""
+"""Reads a GGUF header, and converts it to a Hugging Face configuration."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,21 +15,21 @@ _MODEL_TYPES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
-# llama.cpp stores Llama 3's frequency scaling as one factor per frequency; these are the three
-# constants that every released model has in common, so that only the factor is left to find.
+# llama.cpp stores Llama 3's frequency scaling as one factor per frequency. All released models share
+# these three constants, so only the factor must be recovered.
 _LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Gemma 3's sliding layers keep this base, whatever the base of the full layers.
+# Gemma 3's sliding layers always use this base, whatever the base of the full layers.
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_PATTERN = 6
 
 
 @dataclass(frozen=True, eq=False)
 class GgufHeader:
-    """A GGUF file opened, its scalars decoded, its tensors still on disk.
+    """An open GGUF file with decoded scalars; its tensors stay on disk.
 
     Attributes:
         path: The file.
@@ -46,21 +46,21 @@ class GgufHeader:
     arrays: Mapping[str, Any] = field(repr=False)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return the number under ``{architecture}.{key}``.
+        """Returns the number under ``{architecture}.{key}``.
 
         Raises:
-            ValueError: It is absent and there is no default.
+            ValueError: if it is absent and there is no default.
         """
         value = self.scalars.get(f"{self.architecture}.{key}", default)
         if isinstance(value, int | float):
             return value
         raise ValueError(
-            f"{self.path} has no single number {self.architecture}.{key}: the file is of a kind "
-            "that is not supported; use the model's safetensors folder instead"
+            f"{self.path} has no single number {self.architecture}.{key}, so this kind of file is not supported; "
+            "use the model's safetensors folder instead"
         )
 
     def array(self, key: str) -> list[Any]:
-        """Return the strings or numbers of the array under ``key``; empty if it is absent."""
+        """Returns the strings or numbers of the array under ``key``; empty if it is absent."""
         return list(self.arrays[key].contents()) if key in self.arrays else []
 
     @property
@@ -81,10 +81,11 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Open a GGUF file and refuse what cannot be a target.
+    """Opens a GGUF file that can be a target.
 
     Raises:
-        ValueError: Not a GGUF file, truncated, or an architecture outside ``ARCHITECTURES``.
+        ValueError: for a file that is not GGUF or is truncated, or an architecture outside
+            `ARCHITECTURES`.
     """
     from gguf import GGUFReader
 
@@ -98,8 +99,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
     architecture = str(scalars.get("general.architecture", "unknown"))
     if architecture not in ARCHITECTURES:
         raise ValueError(
-            f"{path} has GGUF architecture {architecture!r}; allowed are "
-            f"{', '.join(ARCHITECTURES)}: use the model's safetensors folder instead"
+            f"{path} has GGUF architecture {architecture!r}; allowed: "
+            f"{', '.join(ARCHITECTURES)}; use the model's safetensors folder instead"
         )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     arrays = {name: entry for name, entry in reader.fields.items() if name not in scalars}
@@ -107,19 +108,21 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
-    """Return the ``config.json`` of the model in a GGUF file.
+    """Returns the ``config.json`` of the model in a GGUF file.
 
-    ``rope_theta`` is written beside ``rope_parameters``, since readers older than transformers 5
-    know only the first.
+    Contains both ``rope_theta`` and ``rope_parameters``: readers before transformers 5 know only the
+    former.
 
     Raises:
-        ValueError: A size is missing, or the file has a rope variant that is not supported.
+        ValueError: if a size is missing, or a rope variant is not supported.
     """
     model_type, class_name = _MODEL_TYPES[header.architecture]
     hidden = int(header.number("embedding_length"))
     head_dim = int(header.number("attention.key_length", _rope_width(header, hidden)))
     if _rope_width(header, head_dim * header.heads) != head_dim:
-        raise ValueError(f"{header.path} rotates only a part of each head, which is not supported")
+        raise ValueError(
+            f"{header.path} rotates only part of each head, which is not supported; use the model's safetensors folder"
+        )
     config = {
         "architectures": [class_name],
         "model_type": model_type,
@@ -145,7 +148,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
 
 def shortest_float32(value: float) -> float:
-    """Return the shortest decimal that is the same float32.
+    """Returns the shortest decimal that rounds to the same float32.
 
     >>> shortest_float32(9.999999747378752e-06)
     1e-05
@@ -157,7 +160,7 @@ def _scalars(reader: Any) -> Iterator[tuple[str, Any]]:
     from gguf import GGUFValueType
 
     for name, entry in reader.fields.items():
-        # Arrays are the vocabulary and the merges: large, slow to decode, and not needed here.
+        # Arrays hold the vocabulary and the merges: large, slow to decode, and not needed here.
         if entry.types and entry.types[0] != GGUFValueType.ARRAY:
             yield name, entry.contents()
 
@@ -178,7 +181,7 @@ def _rope_parameters(header: GgufHeader, config: Mapping[str, Any]) -> dict[str,
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     kind = header.scalars.get(f"{header.architecture}.rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
-        raise ValueError(f"{header.path} has rope scaling {kind!r}; allowed are linear, yarn")
+        raise ValueError(f"{header.path} has rope scaling {kind!r}; allowed: linear, yarn")
     if "rope_freqs.weight" in header.tensors:
         parameters.update(_llama3_scaling(header, config))
     elif kind != "none":
@@ -210,7 +213,7 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
 def _gemma3_config(header: GgufHeader, config: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     kinds = ["sliding_attention" if (layer + 1) % _GEMMA3_PATTERN else "full_attention" for layer in range(layers)]
-    # Queries are scaled by the head width, but in the 27B model (62 layers) by hidden / heads.
+    # Queries are scaled by the head width, except in the 27B model (62 layers), by hidden / heads.
     width = config["hidden_size"] // header.heads if layers == 62 else config["head_dim"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",

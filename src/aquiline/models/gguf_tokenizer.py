@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF header, as a `tokenizers.Tokenizer`."""
+"""Builds a `tokenizers.Tokenizer` from a GGUF header."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-# How byte-level models cut a text before merging, by `tokenizer.ggml.pre`: Llama 3 takes numbers
-# three digits at a time, Qwen one; all else is shared.
+# How byte-level models split a text before merging, by `tokenizer.ggml.pre`: Llama 3 splits numbers
+# into groups of three digits, Qwen into single digits; the rest is shared.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -20,31 +20,31 @@ _DIGITS_TOGETHER = {**dict.fromkeys(_LLAMA3, "{1,3}"), "qwen2": ""}
 
 
 def special_tokens(header: GgufHeader) -> dict[str, str]:
-    """Return the begin, end, unknown and padding tokens that the file names, by their HF role."""
+    """Returns the file's begin, end, unknown and padding tokens by their Hugging Face role."""
     tokens = header.array("tokenizer.ggml.tokens")
     ids = {role: header.scalars.get(f"tokenizer.ggml.{kind}_token_id") for kind, role in _ROLES.items()}
     return {role: tokens[number] for role, number in ids.items() if number is not None and number < len(tokens)}
 
 
 def tokenizer_from_gguf(header: GgufHeader, special: Mapping[str, str]) -> "Tokenizer":
-    """Build the tokenizer of a GGUF file.
+    """Builds the tokenizer of a GGUF file.
 
-    Byte-level vocabularies (``tokenizer.ggml.model`` = ``gpt2``) are built here, with the splitter
-    that the file names: transformers' loader ignores the name, and its versions add tokens of
-    their own. Sentencepiece vocabularies, and splitters unknown here, come from that loader.
+    Byte-level vocabularies (``tokenizer.ggml.model`` = ``gpt2``) are built here with the splitter
+    named in the file: transformers' loader ignores the name, and some versions add tokens.
+    Sentencepiece vocabularies and unknown splitters use that loader.
 
     Args:
-        header: The opened file.
-        special: As ``special_tokens`` returns it.
+        header: the open file.
+        special: the result of `special_tokens`.
 
     Returns:
-        It adds begin and end tokens to a text where llama.cpp would.
+        A tokenizer that adds begin and end tokens where llama.cpp does.
     """
     from tokenizers import processors
 
     tokenizer = _byte_level(header) if header.scalars.get("tokenizer.ggml.model") == "gpt2" else _loaded(header)
     frame = ["$A"]
-    # Unless the file says otherwise, these begin a text with the begin token.
+    # Unless the file says otherwise, these start a text with the begin token.
     begins = header.scalars.get("tokenizer.ggml.model") == "llama" or _splitter_name(header) in _LLAMA3
     if header.scalars.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in special:
         frame.insert(0, special["bos_token"])
@@ -61,12 +61,12 @@ def _byte_level(header: GgufHeader) -> "Tokenizer":
     name = _splitter_name(header)
     tokens = header.array("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in header.array("tokenizer.ggml.merges")]
-    # Llama 3 takes a word that is in the vocabulary whole, even where no merges lead to it.
+    # Llama 3 keeps a word that is in the vocabulary whole, even if no merges produce it.
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _LLAMA3))
     tokenizer.decoder = decoders.ByteLevel()
     if name == "smollm":
-        # Each digit apart, and first: that also decides how spaces before a number are merged.
+        # Split off each digit first; this also determines how spaces before a number are merged.
         digits = pre_tokenizers.Digits(individual_digits=True)
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
@@ -84,7 +84,7 @@ def _byte_level(header: GgufHeader) -> "Tokenizer":
 
 
 def _added_tokens(header: GgufHeader, tokens: list[str]) -> Iterator[Any]:
-    """Yield the tokens that are found in a text before it is split."""
+    """Yields the tokens that are matched before a text is split."""
     from gguf import TokenType
     from tokenizers import AddedToken
 

@@ -28,7 +28,7 @@ _SAMPLES, _SAMPLE_BYTES = 8, 64
 
 
 def resolve_target(name: str | Path, report: Callable[[str], None] | None = None) -> Path:
-    """Return the folder of the target that ``name`` means, fetching or converting it if need be.
+    """Returns the folder of the target that ``name`` means, fetching or converting it if need be.
 
     Tried in this order: an alias of an embedded model (``smollm2``, ``gemma3-270m``), a folder or
     a GGUF file that exists, a hub id (``organisation/name``). A folder that is named like an alias
@@ -81,7 +81,7 @@ def check_target_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder, in the order of their names.
+    """Returns the safetensors files of a model folder, in the order of their names.
 
     Raises:
         ValueError: There are none, or a shard that the index names is missing.
@@ -107,7 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def target_fingerprint(folder: Path) -> str:
-    """Return a short hash that differs between targets that a draft head cannot share.
+    """Returns a short hash that differs between targets that a draft head cannot share.
 
     It covers the sizes in the config, a fixed sample of every weight tensor (so that a fine-tuned
     model differs from its stock model), and the vocabulary. Saving the same model again with
@@ -153,7 +153,7 @@ def _from_file(path: Path, report: Callable[[str], None] | None) -> Path:
 
 
 def _file_hash(path: Path, report: Callable[[str], None] | None) -> str:
-    """Return the sha256 of a file, remembered by its path, size and time of change."""
+    """Returns the sha256 of a file, remembered by its path, size and time of change."""
     status = path.stat()
     place = str(path.resolve())
     state = [place, status.st_size, status.st_mtime_ns]
@@ -246,7 +246,7 @@ def _tensor_entries(file: Path) -> list[tuple[str, Path, int, dict[str, Any]]]:
 
 
 def _sample(file: Path, start: int, data_offsets: tuple[int, int]) -> bytes:
-    """Return a few short pieces of a tensor's bytes, evenly spread from its start to its end."""
+    """Returns a few short pieces of a tensor's bytes, evenly spread from its start to its end."""
     first, last = data_offsets
     room = max(last - first - _SAMPLE_BYTES, 0)
     pieces = []

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, by the shortest way."""
+"""Loads a model folder's tokenizer without importing modeling code."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# The same class before and since transformers 5.
+# The class's names before and since transformers 5.
 
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Loads the Hugging Face tokenizer in a folder.
 
-    `AutoTokenizer` imports the modeling code of the family to find the class. A folder whose
-    configuration already names the general class needs none of that, which saves a second.
+    `AutoTokenizer` imports the family's modeling code to find the class. If the configuration already
+    names the general class, this is skipped, which saves a second.
 
     Raises:
-        ValueError: there is none, or it is broken.
+        ValueError: if there is no tokenizer, or it is broken.
     """
     folder = Path(folder)
     try:

@@ -168,8 +168,8 @@ def turns(*names: str) -> dict[str, Any]:
 
 
 UNUSABLE: list[tuple[Any, str, str]] = [
-    (turns("user", "user", "assistant"), ROLES, "turn 2 is user where assistant"),
-    (turns("user", "assistant", "assistant"), ROLES, "turn 3 is assistant where user"),
+    (turns("user", "user", "assistant"), ROLES, "turn 2 is user, expected assistant"),
+    (turns("user", "assistant", "assistant"), ROLES, "turn 3 is assistant, expected user"),
     (turns("user", "system", "assistant"), ROLES, "turn 2 is system"),
     (turns("user", "assistant", "system"), ROLES, "turn 3 is system"),
     (turns("system", "assistant"), NO_CONVERSATION, "no user turn with an answer"),
@@ -233,7 +233,7 @@ def test_half_exchanges_at_the_ends_are_dropped_and_said(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "is empty"), ("<html>", "no JSON, gzip, Parquet or Arrow"), (None, "is no file")],
+    [("", "is empty"), ("<html>", "allowed: a JSON array"), (None, "is not a file")],
 )
 def test_sources_that_are_none(text: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
@@ -268,7 +268,7 @@ def test_a_dataset_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError, match="cannot be loaded: no route to the hub; give a path"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: no route to the hub; give .* path"):
         list(read_conversations("owner/set"))
 
 
@@ -458,7 +458,7 @@ def test_bad_settings(options: dict[str, Any], words: str, source: Path, tmp_pat
 
 
 def test_bad_targets_and_outputs(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         prepare(source, tmp_path / "none", tmp_path / "set", max_length=99)
     (tmp_path / "set").mkdir()
     with pytest.raises(ValueError, match="exists; choose another"):
@@ -468,7 +468,7 @@ def test_bad_targets_and_outputs(source: Path, smollm2_folder: Path, tmp_path: P
 
 
 def test_bad_training_sets(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no training set"):
+    with pytest.raises(ValueError, match=r"is not a training set.*`prepare`"):
         open_training_set(tmp_path)
     prepare(source, smollm2_folder, tmp_path / "set", max_length=99, validation_fraction=0)
     with pytest.raises(ValueError, match="prepared for another tokenizer"):

@@ -1,9 +1,9 @@
-"""Read conversations, one at a time, from whatever people keep them in.
+"""Reads conversations, one at a time, from files and datasets of many formats.
 
-A source is a file (its format is told by its first bytes, never by its name) or the name of
-a dataset that the ``datasets`` package can stream. Every reader yields records in file order
-and holds one buffer of them, so that memory does not grow with the file. What cannot be used
-becomes a `Refusal` that says where and why; nothing is repaired silently.
+A source is a file (its first bytes determine the format, never its name) or the name of a dataset
+that the package `datasets` can stream. Readers yield records in file order and buffer only a few,
+so memory does not grow with the file. An unusable record becomes a `Refusal` with its place and the
+reason; nothing is repaired silently.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Message:
 class Conversation:
     """A usable record: [system], then user and assistant in turn, ending with assistant.
 
-    ``index`` counts from 1: the line of a JSONL file, the record of any other source.
-    ``adjusted`` names the turns that were left out to get there. ``finished`` is false if
-    the record says ``"finished": false``: its last answer was cut off by a token budget.
+    `index` counts from 1: lines of a JSONL file, records of any other source. `adjusted` names the
+    turns that were dropped. `finished` is False if the record says ``"finished": false``: a token
+    budget cut off its last answer.
     """
 
     messages: tuple[Message, ...]
@@ -72,7 +72,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A record that is not used: where it is, the kind of reason, and the particulars."""
+    """An unusable record: its place, the kind of reason, and details."""
 
     source: str
     index: int
@@ -92,7 +92,7 @@ class _Unusable(Exception):
 
 
 def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
-    """Stream a source's records as conversations or refusals, in order, in constant memory.
+    """Streams a source's records as conversations or refusals, in order, in constant memory.
 
     Understood records: ShareGPT (``conversations`` of ``from``/``value``), OpenAI style
     (``messages`` of ``role``/``content``), Alpaca style (``instruction``, ``input``,
@@ -104,8 +104,8 @@ def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
     before it and then one refusal with the reason `CUT`.
 
     Raises:
-        ValueError: the source is no file and no dataset that can be loaded, or its
-            container is not one of the above.
+        ValueError: the source is neither a file nor a loadable dataset, or its container is not
+            one of the above.
     """
     name = Path(source).name if Path(source).exists() else str(source)
     for index, record in _records(source):
@@ -117,13 +117,13 @@ def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
         except _Unusable as error:
             yield Refusal(name, index, error.reason, error.detail)
         else:
-            # A dropped trailing user turn shows that the answer before it was whole.
+            # A dropped trailing user turn proves that the answer before it was complete.
             finished = record.get("finished") is not False or TRAILING_DROPPED in adjusted
             yield Conversation(messages, name, index, adjusted, finished)
 
 
 def _records(source: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield (index from 1, raw record or `_Unusable`)."""
+    """Yields (index from 1, raw record or `_Unusable`)."""
     path = Path(source)
     if not path.exists():
         yield from enumerate(_dataset_rows(str(source)), 1)
@@ -153,7 +153,7 @@ def _json_records(path: Path, stream: _Bytes) -> Iterator[tuple[int, Any]]:
         stream.read(3)
     first_line = head[3 if bom else 0 :].lstrip().split(b"\n", 1)[0].strip()
     if not first_line:
-        raise ValueError(f"{path} is empty: there is no record in it")
+        raise ValueError(f"{path} is empty; give a file with records")
     if first_line.startswith(b"["):
         yield from _streamed(stream, "item")
     elif first_line == b"{":  # pretty-printed objects, one after another
@@ -162,13 +162,13 @@ def _json_records(path: Path, stream: _Bytes) -> Iterator[tuple[int, Any]]:
         yield from _json_lines(stream)
     else:
         raise ValueError(
-            f"{path} starts with {first_line[:20]!r}, which is no JSON, gzip, Parquet or "
-            "Arrow; allowed are a JSON array, JSON lines, and Parquet or Arrow files"
+            f"{path} starts with {first_line[:20]!r}, which is not JSON, gzip, Parquet or "
+            "Arrow; allowed: a JSON array, JSON lines, and Parquet or Arrow files"
         )
 
 
 class _Stepwise:
-    """Hands a stream on as it comes, so that an error in it does not swallow what came before."""
+    """Reads a stream in small steps, so that an error does not lose the data before it."""
 
     def __init__(self, stream: _Bytes) -> None:
         self._stream = stream
@@ -192,11 +192,11 @@ def _streamed(stream: _Bytes, prefix: str) -> Iterator[tuple[int, Any]]:
     except _UNZIP_ERRORS as error:
         yield index + 1, _Unusable(CUT, f"after {index} whole records: {_one_line(error)}")
     except ijson.JSONError as error:
-        # The parser complains at once of what is wrong, and only at the end of what is missing.
+        # The parser reports wrong input at once, and missing input only at the end.
         if stepwise.ended:
             yield index + 1, _Unusable(CUT, f"after {index} whole records")
         else:
-            detail = f"{_one_line(error)}; what follows record {index} was not read"
+            detail = f"{_one_line(error)}; nothing after record {index} was read"
             yield index + 1, _Unusable(MALFORMED, detail)
 
 
@@ -209,7 +209,7 @@ def _json_lines(stream: _Bytes) -> Iterator[tuple[int, Any]]:
             try:
                 yield index, json.loads(line)
             except (ValueError, RecursionError) as error:
-                # Only the last line can lack its newline: the file was cut there.
+                # Only the last line can lack its newline: the file was truncated there.
                 reason = MALFORMED if line.endswith(b"\n") else CUT
                 yield index, _Unusable(reason, _one_line(error))
     except _UNZIP_ERRORS as error:
@@ -237,11 +237,11 @@ def _arrow_rows(path: Path, magic: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _dataset_rows(name: str) -> Iterator[dict[str, Any]]:
-    remedy = "give a path that exists, or install `datasets` and be online for a dataset name"
+    remedy = "give an existing path, or for a dataset name install `datasets` and go online"
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        raise ValueError(f"source {name!r} is no file; {remedy}") from error
+        raise ValueError(f"source {name!r} is not a file; {remedy}") from error
     dataset, *rest = name.split(":")
     config = rest[0] if len(rest) == 2 else None
     split = rest[-1] if rest else "train"
@@ -261,7 +261,7 @@ def _parse(record: object) -> tuple[tuple[Message, ...], tuple[str, ...]]:
         turns.insert(0, Message("system", system))
     adjusted = []
     start = 1 if turns and turns[0].role == "system" else 0
-    # ShareGPT's long conversations were split in places that leave half an exchange.
+    # ShareGPT split its long conversations, sometimes in the middle of an exchange.
     if len(turns) > start and turns[start].role == "assistant":
         del turns[start]
         adjusted.append(LEADING_DROPPED)
@@ -327,7 +327,7 @@ def _check(turns: Sequence[Message], start: int) -> None:
         number = start + offset + 1
         expected = ("user", "assistant")[offset % 2]
         if turn.role != expected:
-            raise _Unusable(ROLES, f"turn {number} is {turn.role} where {expected} must be")
+            raise _Unusable(ROLES, f"turn {number} is {turn.role}, expected {expected}")
         if not turn.content.strip():
             raise _Unusable(EMPTY_TURN, f"turn {number} ({turn.role}) is empty")
 

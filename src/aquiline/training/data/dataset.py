@@ -1,9 +1,9 @@
-"""The training set on disk: written once, then read by index without loading it.
+"""Training sets on disk: written once, then memory-mapped and read by index.
 
 A training set is a folder: ``train.arrow`` and ``validation.arrow`` (Arrow IPC files with the
 columns ``input_ids`` list<int32>, ``loss_mask`` list<uint8>, ``id`` string, ``source`` string),
-``refused.jsonl`` (a line per record that was not used, and why) and ``manifest.json`` (what it
-was made from, with hashes, versions, settings and counts).
+``refused.jsonl`` (one line per unusable record, with the reason) and ``manifest.json`` (sources with
+hashes, versions, settings and counts).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class SplitCounts:
-    """Size of one split: conversations, tokens, and the tokens the loss falls on."""
+    """Size of one split: conversations, tokens, and tokens with loss."""
 
     conversations: int = 0
     tokens: int = 0
@@ -49,9 +49,9 @@ class SplitCounts:
 class TokenisedConversation:
     """One training example.
 
-    ``input_ids`` (T,) int32; ``loss_mask`` (T,) bool, true where the *token itself* is the
-    assistant's (a trainer shifts it with its labels); ``id`` depends on the conversation's
-    text alone; ``source`` is "file:record".
+    `input_ids` (T,) int32; `loss_mask` (T,) bool, True if the *token itself* belongs to the
+    assistant (a trainer shifts it with its labels); `id` depends only on the conversation's text;
+    `source` is "file:record".
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -61,7 +61,7 @@ class TokenisedConversation:
 
 
 class SplitWriter:
-    """Appends examples to one Arrow file, a record batch at a time. A context manager."""
+    """Appends examples to one Arrow file in record batches. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self._sink = pa.OSFile(str(path), "wb")
@@ -78,7 +78,7 @@ class SplitWriter:
         self._sink.close()
 
     def add(self, example: TokenisedConversation) -> None:
-        """Append one example."""
+        """Appends one example."""
         self._rows.append(example)
         self.counts = SplitCounts(
             self.counts.conversations + 1,
@@ -106,10 +106,10 @@ class SplitWriter:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSet:
-    """One split of a training set, memory-mapped; index it for conversations.
+    """One split of a training set, memory-mapped; indexing it returns conversations.
 
-    ``lengths`` (n,) int64 is the number of tokens of each conversation. Examples are copies:
-    they stay valid and may be changed.
+    `lengths` (n,) int64 holds the number of tokens of each conversation. Examples are copies, which
+    stay valid and may be modified.
     """
 
     path: Path
@@ -140,7 +140,7 @@ class TrainingSet:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the manifest: equal for equal sources, tokenizer and settings."""
+        """SHA-256 (hex) of the manifest; equal for equal sources, tokenizer and settings."""
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -150,15 +150,15 @@ def open_training_set(
     split: Literal["train", "validation"] = "train",
     tokenizer_hash: str | None = None,
 ) -> TrainingSet:
-    """Open one split of a training set that `aquiline.training.data.prepare.prepare` wrote.
+    """Opens one split of a training set written by `aquiline.training.data.prepare.prepare`.
 
     Args:
         path: the folder.
-        split: which part.
-        tokenizer_hash: the target tokenizer's hash; a set prepared for another is refused.
+        split: "train" or "validation".
+        tokenizer_hash: the target tokenizer's hash; a set prepared for another one is rejected.
 
     Raises:
-        ValueError: no training set there, a damaged one, or one for another tokenizer.
+        ValueError: for a missing or damaged training set, or one for another tokenizer.
     """
     path = Path(path)
     if split not in SPLITS:
@@ -166,9 +166,9 @@ def open_training_set(
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no training set ({error}); make one with `prepare`") from error
+        raise ValueError(f"{path} is not a training set ({error}); make one with `prepare`") from error
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has the format {manifest.get('format')!r}; allowed: {FORMAT!r}; prepare it anew")
+        raise ValueError(f"{path} has the format {manifest.get('format')!r}; allowed: {FORMAT!r}; prepare it again")
     if tokenizer_hash is not None and manifest["tokenizer_hash"] != tokenizer_hash:
         raise ValueError(
             f"{path} was prepared for another tokenizer (hash "
@@ -183,14 +183,14 @@ def open_training_set(
     if len(all_lengths) != expected:
         raise ValueError(
             f"{path} is damaged: {split} holds {len(all_lengths)} conversations, its manifest "
-            f"says {expected}; prepare it anew"
+            f"says {expected}; prepare it again"
         )
     return TrainingSet(path, split, manifest, all_lengths, batches, tuple(starts.tolist()))
 
 
 @contextlib.contextmanager
 def appearing_whole(output: Path) -> Iterator[Path]:
-    """A folder beside ``output`` that takes its place when the block ends without an error."""
+    """Yields a temporary folder that becomes `output` if the block ends without an error."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.parent / f".{output.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -216,4 +216,4 @@ def _map(path: Path) -> tuple[pa.RecordBatch, ...]:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         return tuple(reader.get_batch(i) for i in range(reader.num_record_batches))
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path} is missing or damaged ({error}); prepare it anew") from error
+        raise ValueError(f"{path} is missing or damaged ({error}); prepare it again") from error

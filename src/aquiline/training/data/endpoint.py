@@ -1,4 +1,4 @@
-"""Answers from a server that speaks OpenAI's chat-completions protocol."""
+"""Requests answers from a server with OpenAI's chat-completions protocol."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _ABOUT_THIS_REQUEST = frozenset({400, 413, 422})
 
 
 class EndpointError(RuntimeError):
-    """The server cannot be used: not reached after all tries, or it refuses every request."""
+    """The server is unusable: unreachable after all tries, or it rejects every request."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server and how to ask it; a `Complete` for `regenerate`, one request per call.
+    """A server and its request settings; a `Complete` for `regenerate`, one request per call.
 
-    Many requests are in flight if `regenerate` runs with as large an ``in_flight`` (and
-    ``batch_size`` 1); the server batches them.
+    Run `regenerate` with a large `in_flight` (and `batch_size` 1) to keep many requests in flight;
+    the server batches them.
 
     Attributes:
-        url: up to the version, e.g. ``http://localhost:8000/v1``.
+        url: base URL including the version, e.g. ``http://localhost:8000/v1``.
         model: the served model's name.
         api_key: sent as a bearer token if given.
         timeout: seconds to wait for one answer.
-        tries: how often a request is sent in all if trouble that may pass keeps coming.
-        patience: seconds before the second try; doubled for each later one, up to a minute.
+        tries: total attempts per request while errors are transient.
+        patience: seconds before the second try; doubles for each later one, up to a minute.
     """
 
     url: str
@@ -52,10 +52,10 @@ class Endpoint:
             raise ValueError(f"tries is {self.tries}; allowed: 1 or more")
 
     def __call__(self, requests: Sequence[ReplyRequest], sampling: ReplySampling) -> list[Reply]:
-        """Ask for each request's answer, one after another.
+        """Requests the answers one after another.
 
         Raises:
-            EndpointError: the server cannot be used.
+            EndpointError: if the server is unusable.
         """
         return [_ask(self, request, sampling) for request in requests]
 
@@ -67,13 +67,13 @@ def _ask(endpoint: Endpoint, request: ReplyRequest, sampling: ReplySampling) -> 
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "max_tokens": sampling.max_new_tokens,
-        "seed": request.seed >> 32,  # some servers take 32-bit seeds only
+        "seed": request.seed >> 32,  # some servers accept only 32-bit seeds
     }
     trouble = ""
     for attempt in range(endpoint.tries):
         if attempt:
             wait = min(60.0, endpoint.patience * 2 ** (attempt - 1))
-            time.sleep(wait * random.uniform(0.5, 1.0))  # not all threads at once
+            time.sleep(wait * random.uniform(0.5, 1.0))  # spreads the threads' retries
         try:
             return _reply(endpoint, _post(endpoint, body))
         except urllib.error.HTTPError as error:
@@ -81,12 +81,12 @@ def _ask(endpoint: Endpoint, request: ReplyRequest, sampling: ReplySampling) -> 
             if error.code in _ABOUT_THIS_REQUEST:
                 return Reply("", refused=trouble)
             if error.code not in _PASSING:
-                raise EndpointError(f"{endpoint.url} refuses requests with {trouble}") from error
+                raise EndpointError(f"{endpoint.url} rejects requests: {trouble}") from error
         except (OSError, HTTPException) as error:
             trouble = f"{type(error).__name__}: {error}"
     raise EndpointError(
-        f"{endpoint.url} gave no answer in {endpoint.tries} tries (last: {trouble}); run again "
-        "when it is back, what is finished is kept"
+        f"{endpoint.url} gave no answer in {endpoint.tries} tries (last: {trouble}); run again when it is available: "
+        "finished conversations are kept"
     )
 
 
@@ -100,7 +100,7 @@ def _post(endpoint: Endpoint, body: dict[str, Any]) -> Any:
     try:
         return json.loads(raw)
     except ValueError as error:
-        raise EndpointError(f"{endpoint.url} answered {raw[:80]!r}, which is no JSON") from error
+        raise EndpointError(f"{endpoint.url} answered {raw[:80]!r}, which is not JSON") from error
 
 
 def _reply(endpoint: Endpoint, answer: Any) -> Reply:

@@ -1,15 +1,15 @@
-"""Render a conversation with the target's chat template and find the assistant's characters.
+"""Renders a conversation with the target's chat template and find the assistant's characters.
 
-The template is treated as a black box. Rendered once with a unique marker in place of every
-content, it shows its *scaffold*, the text around the contents:
+The template is a black box. Rendered once with a unique marker in place of every content, it
+reveals its *scaffold*, the text around the contents:
 
     <|im_start|>user\n ⟨0⟩ <|im_end|>\n<|im_start|>assistant\n ⟨1⟩ <|im_end|>\n
 
-The real rendering must then be scaffold, content, scaffold, ... character by character, which
-gives each turn's exact place even if its text also occurs in a header or in another turn.
-Templates that look into the contents (Qwen3 treats thinking apart) break that; then a turn
-must follow verbatim on the generation prompt of the turns before it. Else it is not found,
-and the conversation is refused instead of guessed.
+The real rendering must then be scaffold, content, scaffold, … character by character, which locates
+each turn exactly even if its text also occurs in a header or in another turn. Templates that inspect
+the contents (Qwen3 treats thinking separately) break this rule; then a turn must follow the
+generation prompt of the earlier turns verbatim. Otherwise the conversation is rejected: turns are
+never guessed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MARKER = re.compile(r"qzMARK(\d+)KRAMzq")
 class Rendered:
     """A conversation as text, with the assistant's spans.
 
-    ``spans`` are half-open character ranges in ``text``, one per assistant turn, each from
-    the first character of the turn's content to the last one of its end-of-turn token.
+    `spans` are half-open character ranges in `text`, one per assistant turn, from the first
+    character of its content to the last one of its end-of-turn token.
     """
 
     text: str
@@ -40,18 +40,18 @@ class Rendered:
 
 
 class NotFound(ValueError):
-    """An assistant turn's text does not stand verbatim in the rendered conversation."""
+    """An assistant turn does not occur verbatim in the rendered conversation."""
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's template, remembering its scaffolds.
+    """Renders conversations with one tokenizer's template and caches its scaffolds.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        template: another template to use instead of the tokenizer's own.
+        template: replaces the tokenizer's own template.
 
     Raises:
-        ValueError: there is no template.
+        ValueError: if there is no template.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -60,8 +60,8 @@ class ChatRenderer:
             template = template.get("default")
         if not template:
             raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; allowed is one "
-                "with `chat_template` set; take the instruction-tuned model's tokenizer, or give a template "
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; allowed: one with `chat_template` "
+                "set; use the instruction-tuned model's tokenizer, or give a template "
                 "(`aquiline prepare --chat-template FILE`)"
             )
         self.template: str = template
@@ -70,11 +70,11 @@ class ChatRenderer:
         special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         special.update(token for token in tokenizer.all_special_tokens if token)
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len)[::-1])) or "(?!)")
-        # A token that opens the next turn ends none, unless one token does both.
+        # A token that opens the next turn does not end one, unless one token does both.
         self._begins = tokenizer.bos_token if tokenizer.bos_token != tokenizer.eos_token else None
 
     def special_token_in(self, messages: Sequence[Message]) -> str | None:
-        """The first special token that a content spells out, with its turn, or None."""
+        """Describes the first special token that occurs in a content, with its turn; None without one."""
         for number, message in enumerate(messages, 1):
             found = self._special.search(message.content)
             if found:
@@ -82,16 +82,16 @@ class ChatRenderer:
         return None
 
     def render(self, messages: Sequence[Message], finished: bool = True) -> Rendered:
-        """Render and locate every assistant turn.
+        """Renders and locate every assistant turn.
 
         Args:
             messages: the conversation.
-            finished: false if the last answer was cut off; the text then ends with it, for
-                what the template would put after it is not what its author said next.
+            finished: False if the last answer was cut off; the text then ends with the answer, since
+                its author did not end the turn.
 
         Raises:
-            NotFound: a turn is not there verbatim (white space at its ends aside, which many
-                templates strip), nothing marks its end, or the template refuses the messages.
+            NotFound: a turn does not occur verbatim (apart from white space at its ends, which many
+                templates strip), nothing marks its end, or the template rejects the messages.
         """
         text = self._apply(messages)
         places = self._by_scaffold(text, messages)
@@ -112,7 +112,7 @@ class ChatRenderer:
                 turns, chat_template=self.template, tokenize=False, add_generation_prompt=prompt
             )
         except TemplateError as error:
-            raise NotFound(f"the chat template refuses it: {error}") from error
+            raise NotFound(f"the chat template rejects it: {error}") from error
         return text
 
     def _scaffold(self, messages: Sequence[Message]) -> list[str | int]:
@@ -143,7 +143,7 @@ class ChatRenderer:
                 return None
             if messages[index].role == "assistant":
                 if index in places:
-                    return None  # printed twice: which one is the turn?
+                    return None  # printed twice, so its place is ambiguous
                 places[index] = (position, end)
             position = end + len(following)
         complete = len(places) == sum(m.role == "assistant" for m in messages)
@@ -162,7 +162,7 @@ class ChatRenderer:
         return places
 
     def _end_of_turn(self, text: str, content_end: int) -> int:
-        """End of the end-of-turn token after a content (white space may stand between)."""
+        """Returns the end of the end-of-turn token after a content (after optional white space)."""
         start = content_end
         while start < len(text) and text[start].isspace():
             start += 1
@@ -175,7 +175,7 @@ class ChatRenderer:
         return content_end + len(marker)
 
     def _literal_end(self) -> str:
-        """What follows an answer both at the end and before a next turn, e.g. ``</s>``."""
+        """Returns the text that follows an answer both at the end and before another turn, e.g. ``</s>``."""
         pair = (Message("user", ""), Message("assistant", ""))
         last = str(self._scaffold(pair)[-1])
         longer = self._scaffold(pair * 2)
@@ -187,17 +187,16 @@ class ChatRenderer:
 
 
 def assistant_tokens(offsets: npt.NDArray[np.int64], rendered: Rendered) -> npt.NDArray[np.bool_]:
-    """Carry the assistant's character spans over to tokens.
+    """Converts the assistant's character spans to tokens.
 
-    A token is the assistant's if it shares a character with a span. The first one may begin
-    with spaces that stand before the span (vocabularies put a word's space into its token),
-    but not with other text of the template: a newline that closes the header and melted into
-    white space of the answer is given to the model, not asked of it. Each span's tokens are
-    one run, so that those without offsets of their own (bytes of one character, white space
-    in some vocabularies) are not lost.
+    A token belongs to the assistant if it shares a character with a span. The first one may start
+    with spaces before the span (vocabularies put a word's space into its token), but not with other
+    text of the template: a newline of the header that was merged with white space of the answer is
+    given to the model, not predicted by it. Each span's tokens form one run, so that tokens without
+    their own offsets (bytes of one character, white space in some vocabularies) are not lost.
 
     Args:
-        offsets: (T, 2) half-open character range of each token, not decreasing.
+        offsets: (T, 2) half-open character range of each token, non-decreasing.
         rendered: the text and its spans.
 
     Returns:
@@ -218,7 +217,7 @@ def assistant_tokens(offsets: npt.NDArray[np.int64], rendered: Rendered) -> npt.
 
 
 def _trimmings(content: str) -> Iterator[str]:
-    """The content as a template may print it: as it is, or without white space at its ends."""
+    """Yields the content as a template may print it: unchanged, or without white space at its ends."""
     yield content
     yield content.strip()
     yield content.lstrip()

@@ -1,8 +1,8 @@
-"""`prepare`: conversations to a training set, with the target's own template and tokenizer.
+"""`prepare`: turns conversations into a training set with the target's own template and tokenizer.
 
-Records stream through: read, render with the chat template, find the assistant's characters,
-tokenise in batches, carry the characters over to tokens, split, write. Memory holds one batch.
-The output folder appears whole or not at all. `aquiline.training.data.dataset` reads it.
+Records are streamed: read, render with the chat template, find the assistant's characters, tokenise
+in batches, map the characters to tokens, split, write. Memory holds one batch. The output folder
+appears complete or not at all. `aquiline.training.data.dataset` reads it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A conversation that is rendered and waits to be tokenised."""
+    """A rendered conversation that is not tokenised yet."""
 
     conversation: Conversation
     rendered: Rendered
@@ -86,33 +86,33 @@ def prepare(
     overwrite: bool = False,
     progress: bool = False,
 ) -> PrepareReport:
-    """Tokenise conversations with the target's chat template into a training set.
+    """Tokenises conversations with the target's chat template into a training set.
 
-    The loss mask is true exactly on the assistant's tokens, each turn's end-of-turn token
-    included (see `aquiline.training.data.masks`). A conversation goes to validation if a hash of
-    its first user turn falls below ``validation_fraction``: all answers to one prompt, from
-    any source and any run, are on the same side.
+    The loss mask is True exactly on the assistant's tokens, including each turn's end-of-turn token
+    (see `aquiline.training.data.masks`). A conversation goes to validation if a hash of its first
+    user turn falls below `validation_fraction`, so all answers to a prompt, from any source and run,
+    are in the same split.
 
     Args:
         sources: files or dataset names, see `read_conversations`.
         target_path: folder with the target's tokenizer.
-        output: folder to write; appears only when complete.
+        output: folder to create; appears only when complete.
         max_length: longest conversation in tokens, ≥ 8.
-        overlong: cut longer conversations at ``max_length`` or drop them; counted either way.
+        overlong: "truncate" longer conversations at `max_length`, or "drop" them; both are counted.
         validation_fraction: share of prompts held out, in [0, 1).
-        strict: raise at the first record that cannot be used, instead of counting it.
+        strict: raise an error at the first unusable record instead of counting it.
         limit: stop after this many conversations.
-        chat_template: template to use instead of the tokenizer's own.
-        overwrite: replace an existing ``output``.
+        chat_template: replaces the tokenizer's own template.
+        overwrite: replace an existing `output`.
         progress: show a progress line.
 
     Returns:
-        The counts; they are also in the folder's manifest.
+        The counts, which the folder's manifest also holds.
 
     Raises:
-        ValueError: a bad setting or source, a tokenizer that cannot give character offsets or
-            has no template, an output that exists, no usable conversation, or, with
-            ``strict``, an unusable record.
+        ValueError: for an invalid setting or source, a tokenizer without character offsets or
+            template, an existing output, no usable conversation, or, with `strict`, an unusable
+            record.
     """
     started = time.monotonic()
     settings = _Settings(max_length, overlong, validation_fraction, strict, limit)
@@ -132,31 +132,31 @@ def prepare(
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load a target's fast tokenizer from its folder.
+    """Loads a target's fast tokenizer from its folder.
 
     Raises:
-        ValueError: there is none, or it cannot give character offsets.
+        ValueError: if there is none, or it does not provide character offsets.
     """
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise ValueError(f"{path} is no folder; give the folder that holds the target's tokenizer")
+        raise ValueError(f"{path} is not a folder; give the folder of the target's tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from {path}: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(
-            f"the tokenizer in {path} is a slow one and gives no character offsets; "
-            "allowed are fast tokenizers; add its tokenizer.json"
+            f"the tokenizer in {path} is a slow one without character offsets; allowed: fast tokenizers; "
+            "add its tokenizer.json"
         )
     return tokenizer
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 (hex) of a tokenizer's token-to-id table, added tokens included.
+    """Returns the SHA-256 (hex) of a tokenizer's token-to-id table, including added tokens.
 
-    Equal hashes mean that ids can be exchanged; files, versions and templates may differ.
+    Equal hashes mean that ids are interchangeable; files, versions and templates may differ.
     """
     table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()
@@ -164,19 +164,19 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def _check(settings: _Settings) -> None:
     if settings.max_length < 8:
-        raise ValueError(f"max_length is {settings.max_length}; allowed are 8 tokens or more")
+        raise ValueError(f"max_length is {settings.max_length}; allowed: 8 tokens or more")
     if settings.overlong not in ("truncate", "drop"):
         raise ValueError(f"overlong is {settings.overlong!r}; allowed: 'truncate', 'drop'")
     if not 0 <= settings.validation_fraction < 1:
         raise ValueError(f"validation_fraction is {settings.validation_fraction}; allowed: 0 ≤ fraction < 1")
     if settings.limit is not None and settings.limit < 1:
-        raise ValueError(f"limit is {settings.limit}; allowed are 1 or more, or None for all")
+        raise ValueError(f"limit is {settings.limit}; allowed: 1 or more, or None for all")
 
 
 def _manifest(
     names: Sequence[str | Path], tokenizer: Any, renderer: ChatRenderer, settings: _Settings
 ) -> dict[str, Any]:
-    """What made a training set, all but its counts."""
+    """Returns a training set's manifest without its counts."""
     return {
         "format": FORMAT,
         "sources": [_describe(name) for name in names],
@@ -209,7 +209,7 @@ def _write(
     partial: Path,
     progress: bool,
 ) -> dict[str, Any]:
-    """Write both splits and the refusals into ``partial``; return the manifest's counts."""
+    """Writes both splits and the refusals into ``partial``; return the manifest's counts."""
     with (
         SplitWriter(partial / "train.arrow") as train,
         SplitWriter(partial / "validation.arrow") as validation,
@@ -227,7 +227,7 @@ def _write(
             if tally.kept == settings.limit:
                 break
     if not tally.kept:
-        reasons = "; ".join(tally.first_refusals[:3]) or "there are no records"
+        reasons = "; ".join(tally.first_refusals[:3]) or "the sources hold no records"
         raise ValueError(f"no usable conversation in {', '.join(map(str, names))}: {reasons}")
     return {
         "records": tally.records,
@@ -247,7 +247,7 @@ def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: Tally)
                 tally.refuse(item)
                 continue
             where = item.source, item.index
-            # It would become the token itself: a turn that ends early or opens another.
+            # The tokenizer would turn it into the token itself, which could end or open a turn.
             special = renderer.special_token_in(item.messages)
             if special:
                 tally.refuse(Refusal(*where, SPECIAL_TOKEN, special))
@@ -290,7 +290,7 @@ def _example(
         return Refusal(*where, TOO_LONG, f"{len(ids)} tokens, max_length {length}")
     mask = assistant_tokens(np.array(offsets[:length], dtype=np.int64), item.rendered)
     if not mask.any():
-        return Refusal(*where, NOTHING_LEFT, f"the first answer begins after token {length}")
+        return Refusal(*where, NOTHING_LEFT, f"the first answer starts after token {length}")
     if len(ids) > length:
         tally.adjusted[TRUNCATED] += 1
     return TokenisedConversation(

@@ -1,4 +1,4 @@
-"""An append-only file of JSON records that a kill at any moment cannot spoil."""
+"""An append-only file of JSON records that survives a kill at any moment."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 
 class RecordLog:
-    """JSON lines, each with an ``id``, written whole by one system call each.
+    """JSON lines with an ``id``, each written by one system call.
 
-    Opening an existing file keeps every line that ends in a newline and cuts off a last one
-    that does not: the only trace that a kill or a full disk can leave. Threads may share it.
+    Opening an existing file drops a last line without a newline, the only trace that a kill or a
+    full disk can leave. Threads may share a log.
 
     Args:
-        path: the file; made if it is not there.
+        path: the file; created if missing.
 
     Raises:
-        ValueError: a line is no JSON object with an ``id``; nothing was changed then.
+        ValueError: if a line is not a JSON object with an ``id``; the file is then unchanged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,10 +43,10 @@ class RecordLog:
         os.close(self._file)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a record; it is on the disk when this returns.
+        """Adds a record; it is on disk when this returns.
 
         Raises:
-            OSError: it could not be written whole; what was written of it is taken back.
+            OSError: if it could not be written completely; the written part is removed.
         """
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         with self._lock:
@@ -75,7 +75,7 @@ def _id(path: Path, line: bytes, number: int) -> str:
         found = record["id"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}, line {number} is no record of an earlier run ({type(error).__name__}); "
+            f"{path}, line {number} is not a record of an earlier run ({type(error).__name__}); "
             "repair or remove the line, or choose another output"
         ) from error
     return str(found)

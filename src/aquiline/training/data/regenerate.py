@@ -1,13 +1,12 @@
-"""Replace the assistant's turns of conversations by the target's own words.
+"""Replaces the assistant's turns of conversations with the target's own answers.
 
-A draft head learns to guess what the target says, so the best training text is the target's
-own. Each user turn is answered anew, given the system turn and the *regenerated* turns before
-it; the answers come from a function, which may run a local model on large batches or ask a
-server (`aquiline.training.data.endpoint`) with many requests in flight.
+A draft head learns to predict the target, so the target's own text is the best training data. Each
+user turn is answered again, given the system turn and the *regenerated* turns before it. The answers
+come from a function, which may run a local model on large batches or query a server
+(`aquiline.training.data.endpoint`) with many requests in flight.
 
-The output is JSON lines in OpenAI's ``messages`` form, ready for `prepare`. A finished
-conversation is appended once and never touched again; a run that was killed goes on where it
-stopped when it is started again with the same arguments.
+The output is JSON lines in OpenAI's ``messages`` form, ready for `prepare`. A finished conversation is
+appended once and never changed; a killed run resumes when it is repeated with the same arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _KEPT_REFUSALS = 20
 
 @dataclass(frozen=True)
 class RegenerateReport:
-    """Counts of one run: ``already`` done by earlier runs, ``written`` and ``refused`` by this."""
+    """Counts of a run: `already` done by earlier runs, `written` and `refused` by this one."""
 
     output: Path
     already: int
@@ -54,7 +53,7 @@ class RegenerateReport:
         lines = [
             f"{self.output}: {self.written:,} conversations, {self.replies:,} answers "
             f"({self.unfinished:,} cut by the budget) in {self.seconds:.1f} s; "
-            f"{self.already:,} were there"
+            f"{self.already:,} were already done"
         ]
         lines += [f"  refused: {reason}: {count:,}" for reason, count in self.refused.items()]
         return "\n".join(lines)
@@ -73,23 +72,23 @@ def regenerate(
     seed: int = 0,
     progress: Callable[[Counter[str]], None] | None = None,
 ) -> RegenerateReport:
-    """Answer every conversation's user turns anew and append the results to ``output``.
+    """Answers all user turns of the conversations again and appends the results to `output`.
 
-    Each conversation draws one sampling of the mixture by a hash of its text and ``seed``, so
-    that a resumed run makes the same choice. A conversation ends at the first answer that the
-    budget cuts (``"finished": false``) and before one that is empty or refused. If that is its
-    first, it is left out: for good if empty (``output`` + ``.empty.jsonl`` lists those), until
-    the next run if refused. Equal conversations are answered once.
+    A hash of its text and `seed` selects each conversation's sampling from the mixture, so a resumed
+    run makes the same choice. A conversation ends at the first answer that the budget cuts
+    (``"finished": false``) and before an answer that is empty or refused. If that is its first
+    answer, the conversation is skipped: permanently if empty (listed in `output` +
+    ``.empty.jsonl``), until the next run if refused. Equal conversations are answered once.
 
     Args:
         sources: files or dataset names, see `read_conversations`.
-        output: the JSON lines file; gone on with if it exists.
+        output: the JSON lines file; resumed if it exists.
         complete: answers requests.
         mixture: samplings and their weights (> 0).
-        batch_size: conversations answered together in one call of ``complete``.
-        in_flight: calls of ``complete`` at the same time, each in its own thread.
-        max_turns: answer at most this many turns of a conversation.
-        limit: take only this many usable conversations of the sources.
+        batch_size: conversations answered in one call of `complete`.
+        in_flight: concurrent calls of `complete`, each in its own thread.
+        max_turns: upper bound on answered turns per conversation.
+        limit: upper bound on usable conversations from the sources.
         seed: varies the choice of samplings and the requests' seeds.
         progress: called with the counts after each batch, from any thread.
 
@@ -97,8 +96,8 @@ def regenerate(
         The counts of this run.
 
     Raises:
-        ValueError: a bad setting, or an ``output`` made with other settings (says which).
-        Exception: whatever ``complete`` raises. What is finished is on the disk; run again.
+        ValueError: for an invalid setting, or an `output` made with different settings (named).
+        Exception: whatever `complete` raises. Finished conversations are on disk; run again.
     """
     started = time.monotonic()
     output = Path(output)
@@ -124,24 +123,24 @@ class _Plan:
     seed: int
 
     def settings(self) -> dict[str, Any]:
-        """What decides the answers; batch sizes do not."""
+        """Returns the settings that determine the answers; batch sizes do not."""
         mixture = [{**asdict(sampling), "weight": weight} for sampling, weight in self.mixture]
         return {"mixture": mixture, "max_turns": self.max_turns, "seed": self.seed}
 
     def sampling(self, identity: str) -> ReplySampling:
-        """The conversation's draw from the mixture."""
+        """Draws a conversation's sampling from the mixture."""
         total = sum(weight for _, weight in self.mixture)
         point = _hashed(identity, self.seed, "sampling") / 2**63 * total
         for sampling, weight in self.mixture:
             point -= weight
             if point < 0:
                 return sampling
-        return self.mixture[-1][0]  # rounding left a rest
+        return self.mixture[-1][0]  # rounding left a remainder
 
 
 @dataclass(eq=False)
 class _Talk:
-    """One conversation on its way: what is said so far, and what is still to be asked."""
+    """A conversation in progress: the turns so far, and the remaining user turns."""
 
     conversation: Conversation
     identity: str
@@ -154,7 +153,7 @@ class _Talk:
 
 @dataclass(eq=False)
 class _Run:
-    """State that the threads share; ``lock`` guards the source and the counts."""
+    """State shared by the threads; `lock` guards the source and the counts."""
 
     plan: _Plan
     complete: Complete
@@ -169,13 +168,12 @@ class _Run:
     first_refusals: list[str] = field(default_factory=list)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Count a refusal; the caller holds the lock."""
+        """Counts a refusal; the caller holds the lock."""
         self.refusals[refusal.reason] += 1
         if len(self.first_refusals) < _KEPT_REFUSALS:
             self.first_refusals.append(str(refusal))
 
     def report(self, output: Path, seconds: float) -> RegenerateReport:
-        """The counts of the finished run."""
         return RegenerateReport(
             output=output,
             already=self.counts["already"],
@@ -189,7 +187,7 @@ class _Run:
 
 
 def _pending(names: Sequence[str | Path], run: _Run, limit: int | None) -> Iterator[_Talk]:
-    """The source's conversations that are not done yet."""
+    """Yields the source's conversations that are not done yet."""
     plan, taken = run.plan, set[str]()
     for name in names:
         for item in read_conversations(name):
@@ -220,13 +218,13 @@ def _work(run: _Run, in_flight: int) -> None:
         try:
             wait(workers, return_when=FIRST_EXCEPTION)
         finally:
-            run.stop.set()  # the others end after the answers they wait for
+            run.stop.set()  # the other threads stop after their pending answers
     for worker in workers:
         worker.result()
 
 
 def _answer_talks(run: _Run) -> None:
-    """One thread: keeps a batch of conversations going, replacing those that are done."""
+    """Runs one thread: keeps a batch of conversations in progress and replaces finished ones."""
     active: list[_Talk] = []
     while not run.stop.is_set():
         with run.lock:
@@ -253,7 +251,7 @@ def _refill(active: list[_Talk], run: _Run) -> None:
 
 
 def _largest_group(active: Sequence[_Talk]) -> list[_Talk]:
-    """The talks that share the most frequent sampling, longest waiting first."""
+    """Returns the talks with the most frequent sampling, longest waiting first."""
     if not active:
         return []
     [(sampling, _)] = Counter(talk.sampling for talk in active).most_common(1)
@@ -266,7 +264,7 @@ def _request(talk: _Talk, run: _Run) -> ReplyRequest:
 
 
 def _take(talk: _Talk, reply: Reply, run: _Run) -> bool:
-    """Put a reply into its conversation; write the conversation and return True if it is done."""
+    """Adds a reply to its conversation; if it is done, writes the conversation and returns True."""
     usable = reply.refused is None and bool(reply.text.strip())
     if usable:
         talk.said += [talk.to_ask.pop(0), Message("assistant", reply.text)]
@@ -286,14 +284,14 @@ def _take(talk: _Talk, reply: Reply, run: _Run) -> bool:
 def _refuse(talk: _Talk, reply: Reply, run: _Run) -> None:
     where = talk.conversation.source, talk.conversation.index
     if reply.refused is None:
-        refusal = Refusal(*where, EMPTY_REPLY, "the target said nothing to the first turn")
-        run.empty.append({"id": talk.identity, **asdict(refusal)})  # would only be so again
+        refusal = Refusal(*where, EMPTY_REPLY, "the target's answer to the first turn is empty")
+        run.empty.append({"id": talk.identity, **asdict(refusal)})  # a retry would be empty too
     else:
         refusal = Refusal(*where, REJECTED, reply.refused)
     with run.lock:
         run.refuse(refusal)
         if run.refusals[REJECTED] >= _ALL_REJECTED and not run.written.ids:
-            raise ValueError(f"every request was rejected so far, such as {refusal}")
+            raise ValueError(f"every request was rejected so far, for example {refusal}")
 
 
 def _record(talk: _Talk) -> dict[str, Any]:
@@ -307,7 +305,7 @@ def _record(talk: _Talk) -> dict[str, Any]:
 
 
 def _hashed(*parts: object) -> int:
-    """63 bits that depend on the parts alone."""
+    """Returns a 63-bit hash of the parts."""
     return int(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16], 16) >> 1
 
 
@@ -330,7 +328,7 @@ def _check(plan: _Plan, in_flight: int, limit: int | None) -> None:
 
 
 def _check_settings(output: Path, plan: _Plan) -> None:
-    """Refuse to go on with answers that were made another way; else note how these are made."""
+    """Rejects an output made with different settings; records the settings of a new one."""
     path = _beside(output, ".settings.json")
     now = plan.settings()
     if path.exists():
@@ -338,11 +336,12 @@ def _check_settings(output: Path, plan: _Plan) -> None:
         changed = [f"{key}: {then.get(key)!r} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
         if changed:
             raise ValueError(
-                f"{output} was begun with other settings ({'; '.join(changed)}); use those, or choose another output"
+                f"{output} was started with different settings ({'; '.join(changed)}); use those, or choose another "
+                "output"
             )
         return
     if output.exists() and output.stat().st_size:
-        raise ValueError(f"{output} exists and no earlier run made it; choose another output")
+        raise ValueError(f"{output} exists, but not from an earlier run; choose another output")
     partial = _beside(path, ".partial")
     partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""What is asked of a target when it answers in somebody's place, and what comes back."""
+"""Requests and replies of regeneration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from aquiline.training.data.conversations import Message
 
 @dataclass(frozen=True)
 class ReplySampling:
-    """How one request is answered.
+    """Sampling settings of a reply.
 
     Attributes:
         temperature: ≥ 0; 0 is greedy.
         top_p: in (0, 1].
-        max_new_tokens: token budget of one answer, ≥ 1.
+        max_new_tokens: upper bound on tokens per answer, ≥ 1.
     """
 
     temperature: float = 0.0
@@ -42,10 +42,10 @@ class ReplyRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer; ``finished`` is false if the token budget cut it off.
+    """An answer; `finished` is False if the token budget cut it off.
 
-    ``refused`` is why this request gets no answer, such as a history longer than the context;
-    trouble that is not this request's own is an exception instead.
+    `refused` is the reason why this request has no answer, such as a history longer than the
+    context. Errors that are not specific to the request raise an exception instead.
     """
 
     text: str

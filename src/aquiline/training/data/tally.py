@@ -1,4 +1,4 @@
-"""What `prepare` counts while it reads, shows meanwhile, and reports at the end."""
+"""The counters of `prepare`, its progress line, and its report."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEPT_REFUSALS = 20
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` read, wrote and left out.
+    """Counts of what `prepare` read, wrote and skipped.
 
-    ``refused`` and ``adjusted`` count by reason; ``first_refusals`` holds the first twenty in
-    words, all of them are in the folder's ``refused.jsonl``.
+    `refused` and `adjusted` count by reason; `first_refusals` holds the messages of the first twenty.
+    The folder's ``refused.jsonl`` lists all of them.
     """
 
     output: Path
@@ -47,7 +47,7 @@ class PrepareReport:
 
 @dataclass
 class Tally:
-    """The counters of a run and its list of refusals; changes while it runs."""
+    """Mutable counters of a run, and its list of refusals."""
 
     strict: bool
     refusals: IO[str]
@@ -59,9 +59,9 @@ class Tally:
     first_refusals: list[str] = field(default_factory=list)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Count and write down a refusal, or raise it."""
+        """Counts and records a refusal, or raises it if the run is strict."""
         if self.strict:
-            raise ValueError(f"{refusal}; without strict it would be counted and left out")
+            raise ValueError(f"{refusal}; without strict it would be counted and skipped")
         self.refused[refusal.reason] += 1
         if len(self.first_refusals) < _KEPT_REFUSALS:
             self.first_refusals.append(str(refusal))
@@ -70,7 +70,7 @@ class Tally:
 
 @contextlib.contextmanager
 def progress_line(shown: bool) -> Iterator[Callable[[Tally], None]]:
-    """Yields what shows a tally on standard error, or does nothing."""
+    """Yields a function that shows a tally on standard error, or does nothing if not `shown`."""
     if not shown:
         yield lambda tally: None
         return
