@@ -1,4 +1,4 @@
-"""From conversations to a draft head, in a minute: far too little to be good, but every step of it."""
+"""From conversations to a draft head in a minute: too short a training for a good head, but every step is there."""
 
 import json
 import tempfile
