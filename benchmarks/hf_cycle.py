@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import truncate
-from aquiline.decode import Row, new_state, prefill, step
+from aquiline.decode import Occupant, new_state, prefill, step
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.models.resolve import resolve_target
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.targets.hf import HFTarget
-from aquiline.targets.target import Feature, eagle3_layers
+from aquiline.targets.target import eagle3_layers
 from aquiline.tree import DraftTree
 
 PARENTS = (-1, 0, 0, 0, 0, 1, 1, 2, 3, 5, 5, 6, 9, 9, 12, 14)
@@ -41,20 +42,24 @@ class RandomTree:
     """Drafts the same tree of random tokens each time; a `Drafter`."""
 
     tokens: Tensor
-    features: tuple[Feature, ...]
+    needs: Needs
 
-    def new_state(self, rows: int, capacity: int) -> None:
+    def new_state(self, slots: int, capacity: int) -> None:
         return None
 
-    def extend(self, *arguments: Any) -> None:
+    def extend(self, committed: Committed, state: None) -> None:
         """Nothing to take in."""
 
-    def propose(self, root: Tensor, *arguments: Any) -> DraftTree:
+    def propose(self, rows: Rows, state: None) -> DraftTree:
+        root = torch.tensor(rows.roots)
         tokens = torch.cat((root[:, None], self.tokens.expand(len(root), -1)), dim=1)
         shape = torch.tensor(PARENTS).expand(len(root), -1)
         return DraftTree(tokens, shape, torch.full((len(root),), len(PARENTS)))
 
-    def reset(self, *arguments: Any) -> None:
+    def copy(self, source: int, slot: int, length: int, state: None) -> None:
+        """Nothing to copy."""
+
+    def reset(self, slot: int, length: int, state: None) -> None:
         """Nothing to forget."""
 
 
@@ -105,16 +110,16 @@ def parse() -> argparse.Namespace:
 def our_cycle(target: HFTarget, prompt: list[int]) -> Callable[[], object]:
     """One step of the loop; the next call begins at the same place."""
     nodes = torch.randint(5, 5000, (1, len(PARENTS) - 1), generator=torch.Generator().manual_seed(1))
-    drafter = RandomTree(nodes, eagle3_layers(target.shape.num_layers))
+    drafter = RandomTree(nodes, Needs(features=eagle3_layers(target.shape.num_layers)))
     state = new_state(target, drafter, 1, len(prompt) + 2 * len(PARENTS))
-    row = Row(prompt, TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
+    occupant = Occupant(prompt, TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
     with torch.inference_mode():
-        prefill(target, drafter, state, 0, row)
-    tokens = list(row.tokens)
+        prefill(target, drafter, state, 0, occupant)
+    tokens = list(occupant.tokens)
 
     def run() -> object:
         truncate(state.cache, 0, len(tokens) - 1)
-        row.tokens = list(tokens)
+        occupant.tokens = list(tokens)
         return step(target, drafter, state, [0])
 
     return run

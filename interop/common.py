@@ -19,7 +19,7 @@ import torch
 from pieces import HERE, Piece, add, collect, digest
 
 from aquiline.checkpoints.heads import read_any_head
-from aquiline.decode import Row, free, new_state, prefill, step
+from aquiline.decode import Occupant, free, new_state, prefill, step
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import Chain
 from aquiline.models.resolve import resolve_target, target_fingerprint
@@ -159,15 +159,15 @@ def decode(
     """
     k = drafter.policy.depth if drafter else 0
     state = new_state(target, drafter, 1, len(prompt) + limit + 2 * k + 2)
-    request = Row(list(prompt), TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
+    occupant = Occupant(list(prompt), TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
     if like_llamacpp:
         # The prefill "chooses" the last prompt token.
-        chooser, request.tokens = request.chooser, list(prompt[:-1])
-        request.chooser = lambda logits, prefix: prompt[-1]  # type: ignore[assignment]
-        prefill(target, drafter, state, 0, request)
-        request.chooser, emitted = chooser, []
+        chooser, occupant.tokens = occupant.chooser, list(prompt[:-1])
+        occupant.chooser = lambda logits, prefix: prompt[-1]  # type: ignore[assignment]
+        prefill(target, drafter, state, 0, occupant)
+        occupant.chooser, emitted = chooser, []
     else:
-        emitted = prefill(target, drafter, state, 0, request).tokens
+        emitted = prefill(target, drafter, state, 0, occupant).tokens
     last = limit + 1 if like_llamacpp else limit
     while len(emitted) < last and not set(emitted) & set(end):
         depth = None
@@ -175,8 +175,8 @@ def decode(
             depth = min(k, limit - len(emitted) - 1)
         emitted = emitted + step(target, drafter, state, [0], max_depth=depth)[0].tokens
     free(drafter, state, 0)
-    accepted = [*request.stats.accepted_at, *[0] * k][:k]
-    return {"outputs": [cut(emitted, end, last)], "drafts": request.stats.steps if k else 0, "accepted": accepted}
+    accepted = [*occupant.stats.accepted_at, *[0] * k][:k]
+    return {"outputs": [cut(emitted, end, last)], "drafts": occupant.stats.steps if k else 0, "accepted": accepted}
 
 
 def cut(tokens: Sequence[int], end: Sequence[int], limit: int) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from aquiline import tree as trees
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree
 
@@ -28,7 +29,8 @@ class KnowingDrafter:
     """Drafts trees around the right continuation, so that acceptance and rejection both happen.
 
     It also asserts the protocol: positions arrive once and in order, after a reset from where
-    the reset left off, and `prefixes` are what they should be.
+    the reset left off, the texts are those of the slots, and each step shows the tree that it
+    verified with the target's logits.
 
     Args:
         known: the continuation of a text.
@@ -55,54 +57,43 @@ class KnowingDrafter:
     ) -> None:
         self.known, self.vocab_size, self.depth = known, vocab_size, depth
         self.error, self.branches, self.seed = error, branches, seed
-        self.features, self.check = features, check
+        self.needs, self.check = Needs(features=features), check
         self.deepest: list[int | None] = []
 
-    def new_state(self, rows: int, capacity: int) -> list[list[int]]:
-        """Per row, the token after each position taken in."""
-        return [[] for _ in range(rows)]
+    def new_state(self, slots: int, capacity: int) -> list[list[int]]:
+        """Per slot, the token after each position taken in."""
+        return [[] for _ in range(slots)]
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor | None,
-        num_new: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: list[list[int]],
-    ) -> None:
-        for i, (row, count, prefix) in enumerate(zip(rows, num_new, prefixes, strict=True)):
-            first = len(state[row])
-            state[row] += tokens[i, :count].tolist()
-            assert state[row] == list(prefix[1:]), f"row {row} holds {state[row]}, the text is {prefix}"
-            assert (features is None) == (not self.features)
+    def extend(self, committed: Committed, state: list[list[int]]) -> None:
+        rows, features = committed.rows, committed.features
+        for i, (slot, count, text) in enumerate(zip(rows.slots, committed.counts, rows.texts, strict=True)):
+            first = len(state[slot])
+            state[slot] += committed.tokens[i, :count].tolist()
+            assert state[slot] == list(text[1:]), f"slot {slot} holds {state[slot]}, the text is {text}"
+            assert (features is None) == (not self.needs.features)
             if features is not None and self.check is not None:
                 for offset in range(count):
-                    self.check(prefix[: first + offset + 1], features[i, offset])
+                    self.check(text[: first + offset + 1], features[i, offset])
+        assert (committed.tree is None) == (committed.logits is None)
+        if committed.tree is not None and committed.logits is not None:
+            assert committed.tree.tokens.shape == committed.logits.shape[:2]
+            roots = [text[len(text) - 1 - count] for text, count in zip(rows.texts, committed.counts, strict=True)]
+            assert committed.tree.tokens[:, 0].tolist() == roots
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: list[list[int]],
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        self.deepest.append(max_depth)
-        depth = self.depth if max_depth is None else min(self.depth, max_depth)
-        assert root.tolist() == [prefix[-1] for prefix in prefixes]
-        for row, prefix in zip(rows, prefixes, strict=True):
-            assert len(state[row]) == len(prefix) - 1, f"row {row} was not extended up to its root"
-        return trees.from_lists([self._tree(prefix, depth) for prefix in prefixes], root.device)
+    def propose(self, rows: Rows, state: list[list[int]]) -> DraftTree:
+        self.deepest.append(rows.max_depth)
+        for slot, text in zip(rows.slots, rows.texts, strict=True):
+            assert len(state[slot]) == len(text) - 1, f"slot {slot} was not extended up to its root"
+        return trees.from_lists([self._tree(text, rows.depth(self.depth)) for text in rows.texts])
 
-    def reset(self, row: int, length: int, state: list[list[int]]) -> None:
-        kept = max(length - 1, 0)
-        assert kept <= len(state[row]), "a reset cannot keep more than there is"
-        del state[row][kept:]
-
-    def copy_prefix(self, source: int, target: int, length: int, state: list[list[int]]) -> None:
+    def copy(self, source: int, slot: int, length: int, state: list[list[int]]) -> None:
         assert 0 <= length - 1 <= len(state[source]), "a copy cannot take more than there is"
-        state[target] = state[source][: length - 1]
+        state[slot] = state[source][: length - 1]
+
+    def reset(self, slot: int, length: int, state: list[list[int]]) -> None:
+        kept = max(length - 1, 0)
+        assert kept <= len(state[slot]), "a reset cannot keep more than there is"
+        del state[slot][kept:]
 
     def _tree(self, prefix: Sequence[int], depth: int) -> tuple[list[int], list[int]]:
         rng = random.Random(f"{self.seed}/{len(prefix)}/{prefix[-1]}")

@@ -14,8 +14,7 @@ from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.lookup_first import LookupFirst
-from aquiline.drafters.merged import Merged
+from aquiline.drafters.mixed import LookupFirst, Merged
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.engine.generate import generate_requests

@@ -53,7 +53,7 @@ def test_a_chain_is_one_in_every_row_and_without_padding(rows: Rows) -> None:
 
 
 def test_the_root_alone_is_plain_decoding() -> None:
-    tree = root_only(torch.tensor([4, 9]))
+    tree = root_only([4, 9])
     validate(tree)
     assert (tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()) == ([[4], [9]], [[-1], [-1]], [1, 1])
     assert is_chain(tree)

@@ -14,7 +14,7 @@ import torch
 from aquiline.bench.environment import environment
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, make_method, parse_method
-from aquiline.bench.recorder import JudgedNode, judged_nodes, recorded
+from aquiline.bench.recorder import JudgedNode, Recorder, judged_nodes
 from aquiline.bench.runner import encode_turns, open_bed, run_bench
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
@@ -299,7 +299,7 @@ def _positions(settings: AblationSettings, folder: Path, bed: Bed) -> dict[str, 
                 prompt = tuple(encode_turns(bed, question.turns[:1], ()))
                 if len(prompt) + settings.max_new_tokens > bed.target.shape.max_positions:
                     continue
-                watched = recorded(drafter)
+                watched = Recorder(drafter)
                 case = Case(question.task, (question.id,), 0, (prompt,), 0.0, settings.max_new_tokens)
                 measure(own, Method("eagle:static", watched, ""), case)
                 nodes += judged_nodes(watched.steps)

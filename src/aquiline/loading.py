@@ -11,7 +11,7 @@ import torch
 
 from aquiline.checks import flag
 from aquiline.drafters.adaptive import Adaptive
-from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
+from aquiline.drafters.drafter import Drafter, Needs
 from aquiline.drafters.trees import TreePolicy
 from aquiline.engine.chat import ChatSession
 from aquiline.engine.drafting import make_drafter
@@ -184,16 +184,15 @@ def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
 
 def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
     """Wraps a drafter in `Adaptive` if requested or by default."""
-    sees_all = isinstance(drafter, ObservingDrafter) or (isinstance(drafter, SamplingDrafter) and drafter.sampled)
-    if adaptive and sees_all:
-        raise ValueError(f"{type(drafter).__name__} must see every step and cannot be adaptive; leave adaptive=False")
-    wanted = adaptive if adaptive is not None else default and not sees_all
-    return Adaptive(drafter) if wanted and not isinstance(drafter, Adaptive) else drafter
+    if adaptive is None:
+        adaptive = default and not (drafter.needs.every_step or drafter.needs.samples)
+    return Adaptive(drafter) if adaptive and not isinstance(drafter, Adaptive) else drafter
 
 
 def _check_parts(draft: Any, tokenizer: Any, lossy: Any) -> None:
-    methods = ("new_state", "extend", "propose", "reset")
-    drafts = not isinstance(draft, type) and all(callable(getattr(draft, name, None)) for name in methods)
+    methods = ("new_state", "extend", "propose", "copy", "reset")
+    drafts = isinstance(getattr(draft, "needs", None), Needs) and all(hasattr(draft, name) for name in methods)
+    drafts = drafts and not isinstance(draft, type)
     if not (draft is None or isinstance(draft, str | Path) or drafts):
         raise TypeError(
             f"draft is a {type(draft).__name__}; allowed: a name, a folder, a file, a hub id, a Drafter, or None "

@@ -48,18 +48,14 @@ class DraftTree:
         return self.tokens.shape[1]
 
 
-def root_only(root: Tensor) -> DraftTree:
+def root_only(roots: Sequence[int], device: torch.device | str = "cpu") -> DraftTree:
     """Returns the tree of plain decoding: the root alone.
 
     Args:
-        root: (B,) int64 last emitted tokens.
+        roots: B last emitted tokens.
+        device: where the tensors are made.
     """
-    batch = root.shape[0]
-    return DraftTree(
-        tokens=root[:, None],
-        parents=torch.full((batch, 1), -1, dtype=torch.int64, device=root.device),
-        num_nodes=torch.ones(batch, dtype=torch.int64, device=root.device),
-    )
+    return from_lists([([root], [-1]) for root in roots], device)
 
 
 def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu") -> DraftTree:
@@ -77,6 +73,15 @@ def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torc
         parents=torch.tensor(parents, dtype=torch.int64, device=device),
         num_nodes=torch.tensor([len(t) for t, _ in rows], dtype=torch.int64, device=device),
     )
+
+
+def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
+    """Moves a tree's tensors to `device`; the tree itself where they are there already."""
+    if tree.tokens.device == device:
+        return tree
+    optional = {name: getattr(tree, name) for name in ("log_probs", "draft_probs", "num_candidates")}
+    moved = {name: None if tensor is None else tensor.to(device) for name, tensor in optional.items()}
+    return DraftTree(tree.tokens.to(device), tree.parents.to(device), tree.num_nodes.to(device), **moved)
 
 
 def is_chain(tree: DraftTree) -> bool:

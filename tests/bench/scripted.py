@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.bench.methods import Bed
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.tree import DraftTree
 from tests.knowing_drafter import Known
 from tests.path_target import PathTarget
@@ -42,37 +42,33 @@ class ScriptedDrafter:
         confidence: draft probability that it states for each token.
     """
 
-    features = ()
+    needs = Needs()
 
     def __init__(self, known: Known, script: Sequence[int], depth: int, confidence: float) -> None:
         self.known, self.script, self.depth, self.confidence = known, script, depth, confidence
         self.step = 0
 
-    def new_state(self, rows: int, capacity: int) -> None:
+    def new_state(self, slots: int, capacity: int) -> None:
         return None
 
-    def extend(self, *_: Any) -> None:
+    def extend(self, committed: Committed, state: None) -> None:
         pass
 
-    def reset(self, row: int, length: int, state: None) -> None:
+    def copy(self, source: int, slot: int, length: int, state: None) -> None:
         pass
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: None,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        depth = self.depth if max_depth is None else min(self.depth, max_depth)
+    def reset(self, slot: int, length: int, state: None) -> None:
+        pass
+
+    def propose(self, rows: Rows, state: None) -> DraftTree:
+        depth = rows.depth(self.depth)
         right = self.script[self.step % len(self.script)]
         self.step += 1
         chains = []
-        for prefix in prefixes:
-            truth = list(self.known(prefix))[:depth]
+        for text in rows.texts:
+            truth = list(self.known(text))[:depth]
             chain = [token if i < right else (token + 1) % 7 for i, token in enumerate(truth)]
-            chains.append(([prefix[-1], *chain], list(range(-1, len(chain)))))
+            chains.append(([text[-1], *chain], list(range(-1, len(chain)))))
         tree = trees.from_lists(chains)
         joint = torch.arange(tree.size) * torch.tensor(self.confidence).log()
         return replace(tree, log_probs=joint.expand(len(chains), -1))

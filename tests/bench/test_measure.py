@@ -10,7 +10,7 @@ from aquiline.bench.agreement import complaint, find_divergences
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
 from aquiline.bench.metrics import alpha, ece, summarise, tau
-from aquiline.bench.recorder import judged_nodes, recorded
+from aquiline.bench.recorder import Recorder, judged_nodes
 from aquiline.bench.records import Record, record_from_json, record_json
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.request import Engine, Request
@@ -114,7 +114,7 @@ def test_plain_decoding_and_a_method_emit_the_same_tokens(bed: Bed) -> None:
 
 def test_judged_nodes_of_a_tree_have_ranks_and_outcomes(bed: Bed) -> None:
     known = known_from(truths(bed))
-    drafter = recorded(KnowingDrafter(known, bed.target.shape.vocab_size, depth=2, error=0.5, branches=2))
+    drafter = Recorder(KnowingDrafter(known, bed.target.shape.vocab_size, depth=2, error=0.5, branches=2))
     engine = Engine(bed.target, drafter, None, ())
     [output] = generate_requests(engine, [Request([*PROMPT, 40], SamplingParams(max_new_tokens=30))])
     nodes = list(judged_nodes(drafter.steps))

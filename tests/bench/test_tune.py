@@ -14,14 +14,14 @@ from aquiline.bench.cost import cost_curve, seconds_at
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
 from aquiline.bench.profile import Costs, candidates, make_profile, predict
-from aquiline.bench.recorder import Step, recorded
+from aquiline.bench.recorder import Recorder, Step
 from aquiline.bench.records import Record
 from aquiline.bench.tune import LARGEST, TuneSettings, tune
 from aquiline.bench.tune_sources import Source, find_sources
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.final_heads import write_final_heads
 from aquiline.drafters.eagle import EagleDrafter
-from aquiline.drafters.medusa import Medusa
+from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
 from aquiline.engine.drafting import make_drafter
@@ -69,7 +69,7 @@ def test_predictions_of_a_profile_worked_out_by_hand() -> None:
 def test_prediction_of_the_recorded_tree_is_what_was_measured() -> None:
     target = tiny.decoder("llama", torch.float32)
     policy = DynamicTree(12, 3, 3)
-    drafter = recorded(EagleDrafter(tiny.head("eagle3", dtype=torch.float32), target, policy))
+    drafter = Recorder(EagleDrafter(tiny.head("eagle3", dtype=torch.float32), target, policy))
     bed = Bed(target, None, (), None, "tiny", {})
     prompt = tuple(tiny.prompts(1)[0])
     record = measure(bed, Method("m", drafter, ""), Case("t", ("1",), 0, (prompt,), 0.0, 48))
@@ -180,7 +180,7 @@ def test_all_heads_that_ship_are_contestants_beside_the_default(shipped: Bed, tm
     assert [source.draft for source in sources] == [str(tmp_path / "eagle3"), "prompt-lookup"]
     assert [(other.draft, other.policy) for other in others] == [("auto", None), (str(tmp_path / "medusa"), None)]
     medusa = others[1].drafter
-    assert isinstance(medusa, Medusa) and others[1].label == "medusa (medusa)"
+    assert isinstance(medusa, ParallelDrafter) and others[1].label == "medusa (medusa)"
 
 
 def test_a_head_with_one_tree_is_a_contestant_as_it_is(
@@ -198,7 +198,7 @@ def test_a_head_with_one_tree_is_a_contestant_as_it_is(
     monkeypatch.setattr(tuning, "measure", stand_in)
     report = tune(settings, bed)
     assert (report.choice.draft, report.choice.tree) == (folder, None)
-    assert isinstance(make_drafter("auto", report.path, shipped.target, None)[0], Medusa)
+    assert isinstance(make_drafter("auto", report.path, shipped.target, None)[0], ParallelDrafter)
 
 
 def test_too_few_prompts(tmp_path: Path) -> None:

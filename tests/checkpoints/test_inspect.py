@@ -14,7 +14,8 @@ from aquiline.checkpoints.final_heads import build_final_network, write_final_he
 from aquiline.checkpoints.heads import inspect_head
 from aquiline.checkpoints.target_shape import target_shape
 from aquiline.cli import main
-from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig
+from aquiline.drafters.parallel import ParallelHeads
+from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.targets.target import TargetShape
 from tests.checkpoints import head_fixtures as fixtures
 from tests.checkpoints.head_fixtures import TARGET, VD
@@ -74,8 +75,8 @@ def test_a_target_without_sizes(changes: dict[str, Any], message: str, tmp_path:
 
 
 def _medusa(folder: Path) -> Path:
-    config = FinalHeadsConfig("medusa", 2, 16, 40, 40)
-    write_final_heads(folder, FinalHeads(build_final_network(config), None, None), torch.float32)
+    config = ParallelConfig("medusa", 2, 16, 40, 40)
+    write_final_heads(folder, ParallelHeads(build_final_network(config), None, None), torch.float32)
     return folder
 
 

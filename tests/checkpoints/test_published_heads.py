@@ -13,9 +13,8 @@ from torch.nn.functional import silu
 
 from aquiline.checkpoints.heads import inspect_head
 from aquiline.checkpoints.published_heads import inspect_published_heads, published_kind, read_published_heads
-from aquiline.decode import Row, new_state, prefill, step
-from aquiline.drafters.hydra import Hydra
-from aquiline.drafters.medusa import Medusa
+from aquiline.decode import Occupant, new_state, prefill, step
+from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, StaticTree
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import TargetShape
@@ -107,12 +106,12 @@ def test_hydra_formula(grounded: bool, tmp_path: Path) -> None:
 def test_output_is_plain_decoding(make: Any, tree: Any, tmp_path: Path) -> None:
     target = tiny.decoder("llama")
     heads = read_published_heads(make(tmp_path), TARGET, torch.float64)
-    drafter = (Medusa if make is _medusa else Hydra)(heads, target, tree)
+    drafter = ParallelDrafter(heads, target, tree)
     outputs = []
     for used in (None, drafter):
         prompt = tiny.prompts(1)[0]
         state = new_state(target, used, 1, 100)
-        request = Row(prompt, tiny.chooser(prompt), GenerationStats())
+        request = Occupant(prompt, tiny.chooser(prompt), GenerationStats())
         tokens = list(prefill(target, used, state, 0, request).tokens)
         while len(tokens) < 40:
             tokens += step(target, used, state, [0])[0].tokens

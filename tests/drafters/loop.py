@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aquiline import decode
 from aquiline import tree as trees
-from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.drafter import Committed, Drafter, Rows
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
@@ -37,7 +39,7 @@ def run(
     out: list[list[int]] = []
     for row, prompt in enumerate(prompts):
         chooser = tiny.chooser(prompt, (mixed[row] if mixed else params), seeds[row] if seeds else row)
-        request = decode.Row(list(prompt), chooser, total)
+        request = decode.Occupant(list(prompt), chooser, total)
         out.append(list(decode.prefill(target, drafter, state, row, request, chunk=7).tokens))
     while True:
         rows = [row for row in range(len(prompts)) if len(out[row]) < budgets[row]]
@@ -45,9 +47,9 @@ def run(
             break
         depth = max(budgets[row] - len(out[row]) for row in rows)
         for result in decode.step(target, drafter, state, rows, max_depth=depth, lossy=lossy):
-            out[result.row] += result.tokens
-            if len(out[result.row]) >= budgets[result.row]:
-                decode.free(drafter, state, result.row)
+            out[result.slot] += result.tokens
+            if len(out[result.slot]) >= budgets[result.slot]:
+                decode.free(drafter, state, result.slot)
     return [tokens[:budget] for tokens, budget in zip(out, budgets, strict=True)], total
 
 
@@ -71,19 +73,45 @@ def assert_equal_to_plain(
 
 
 class Validating:
-    """Checks every tree that a drafter proposes."""
+    """Checks every tree that a drafter proposes, and keeps it."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.inner = drafter
-        self.features = drafter.features
+        self.inner, self.needs = drafter, drafter.needs
+        self.seen: list[DraftTree] = []
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
+    def new_state(self, slots: int, capacity: int) -> Any:
+        return self.inner.new_state(slots, capacity)
 
-    def propose(self, *args: object, **kwargs: object) -> DraftTree:
-        tree = self.inner.propose(*args, **kwargs)
-        trees.validate(tree)
-        return tree
+    def propose(self, rows: Rows, state: Any) -> DraftTree:
+        self.seen.append(self.inner.propose(rows, state))
+        trees.validate(self.seen[-1])
+        return self.seen[-1]
+
+    def extend(self, committed: Committed, state: Any) -> None:
+        self.inner.extend(committed, state)
+
+    def copy(self, source: int, slot: int, length: int, state: Any) -> None:
+        self.inner.copy(source, slot, length, state)
+
+    def reset(self, slot: int, length: int, state: Any) -> None:
+        self.inner.reset(slot, length, state)
+
+
+def rows_of(*texts: Sequence[int], slots: Sequence[int] | None = None, max_depth: int | None = None) -> Rows:
+    """Greedy rows with these texts, in slots 0, 1, … unless given."""
+    return Rows(
+        list(slots if slots is not None else range(len(texts))),
+        texts,
+        [tiny.chooser(list(text)) for text in texts],
+        max_depth,
+    )
+
+
+def extend(drafter: Drafter, state: Any, slot: int, text: Sequence[int], features: Tensor | None = None) -> None:
+    """Commits the last tokens of a text: as many as there are features, or all but the first."""
+    count = len(text) - 1 if features is None else features.shape[1]
+    tokens = torch.tensor([text[len(text) - count :]])
+    drafter.extend(Committed(rows_of(text, slots=[slot]), tokens, features, [count]), state)
 
 
 def tiny_target(vocab: int, *, seed: int = 0, scale: float = 0.3, layers: int = 7):

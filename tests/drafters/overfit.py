@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from aquiline.drafters.final_heads import FinalHeads
+from aquiline.drafters.parallel import ParallelHeads
 from aquiline.training.features import compute_features
 from aquiline.training.learners.new_students import new_student
 from aquiline.training.learners.students import Student, lesson, student_loss
@@ -52,8 +52,8 @@ def student(kind: str, steps: int = 50, *, own_lm_head: bool = False, drafted: i
     return result
 
 
-def heads(kind: str, **settings: object) -> FinalHeads:
+def heads(kind: str, **settings: object) -> ParallelHeads:
     """Overfit Medusa or Hydra heads."""
     made = student(kind, **settings)
     drafted = settings.get("drafted", tiny.VOCAB)
-    return FinalHeads(made.network, None if drafted == tiny.VOCAB else torch.arange(drafted))
+    return ParallelHeads(made.network, None if drafted == tiny.VOCAB else torch.arange(drafted))

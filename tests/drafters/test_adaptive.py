@@ -12,7 +12,7 @@ from aquiline.drafters.adaptive import Adaptive, _Choice
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.merged import Merged
+from aquiline.drafters.mixed import Merged
 
 
 def decoded(

@@ -15,6 +15,7 @@ from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.targets.rope import RotaryTable
 from aquiline.tree import DraftTree, validate
 from tests import tiny
+from tests.drafters.loop import extend, rows_of
 
 TEXTS = ([5, 9, 2, 7, 7, 1, 3], [8, 4, 60])
 """Each with the root as its last token."""
@@ -99,13 +100,10 @@ def proposed(name: str, policy: TreePolicy) -> DraftTree:
         cut = 3 if row == 0 else len(text) - 1  # so that what is pending differs in length
         for first, last in ((0, cut), (cut, len(text) - 1)):
             if first < last:
-                tokens = torch.tensor([text[first + 1 : last + 1]])
-                piece = features(name, row)[:, first:last]
-                drafter.extend(tokens, piece, [last - first], [text[: last + 1]], [slot], state)
+                extend(drafter, state, slot, text[: last + 1], features(name, row)[:, first:last])
             if row == 0 and first == 0:  # a step between the pieces, whose own keys and values must be forgotten
-                drafter.propose(torch.tensor([text[cut]]), [text[: cut + 1]], [slot], state)
-    roots = torch.tensor([text[-1] for text in TEXTS])
-    return drafter.propose(roots, TEXTS, rows, state)
+                drafter.propose(rows_of(text[: cut + 1], slots=[slot]), state)
+    return drafter.propose(rows_of(*TEXTS, slots=rows), state)
 
 
 POLICIES = {
@@ -138,19 +136,18 @@ def test_drafts_after_a_reset_and_a_copy_are_those_of_a_fresh_start() -> None:
     name, text, keep = "eagle3", TEXTS[0], 4
     drafter = EagleDrafter(head(name), tiny.decoder("llama"), POLICIES["dynamic"])
     state = drafter.new_state(3, 16)
-    root, given = torch.tensor([text[-1]]), features(name, 0)
+    given = features(name, 0)
     other = [*text[:keep], 30, 31, 32]
     changed = torch.cat((given[:, : keep - 1], given[:, keep - 1 :] + 1), dim=1)
-    drafter.extend(torch.tensor([other[1:]]), changed, [len(other) - 1], [other], [0], state)
-    drafter.propose(torch.tensor([other[-1]]), [other], [0], state)
-    drafter.copy_prefix(0, 1, keep, state)
+    extend(drafter, state, 0, other, changed)
+    drafter.propose(rows_of(other), state)
+    drafter.copy(0, 1, keep, state)
     drafter.reset(0, keep, state)
     with torch.inference_mode():
         trees = []
-        for row, first in ((0, keep - 1), (1, keep - 1), (2, 0)):
-            tokens = torch.tensor([text[first + 1 :]])
-            drafter.extend(tokens, given[:, first:], [tokens.shape[1]], [text], [row], state)
-            trees.append(drafter.propose(root, [text], [row], state))
+        for slot, first in ((0, keep - 1), (1, keep - 1), (2, 0)):
+            extend(drafter, state, slot, text, given[:, first:])
+            trees.append(drafter.propose(rows_of(text, slots=[slot]), state))
     fresh = trees.pop()
     for tree in trees:
         assert tree.tokens.tolist() == fresh.tokens.tolist() and tree.parents.tolist() == fresh.parents.tolist()
@@ -162,8 +159,8 @@ def test_no_deeper_than_asked() -> None:
     for depth in (0, 1, 2):
         state = drafter.new_state(1, 16)
         text = TEXTS[0]
-        drafter.extend(torch.tensor([text[1:]]), features("eagle3", 0), [len(text) - 1], [text], [0], state)
-        tree = drafter.propose(torch.tensor([text[-1]]), [text], [0], state, depth)
+        extend(drafter, state, 0, text, features("eagle3", 0))
+        tree = drafter.propose(rows_of(text, max_depth=depth), state)
         deepest, parents = [0], tree.parents[0].tolist()
         for node in range(1, tree.size):
             deepest.append(deepest[parents[node]] + 1)

@@ -16,9 +16,8 @@ from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
-from aquiline.tree import DraftTree, validate
 from tests import tiny
-from tests.drafters.loop import noisy, run, tiny_target
+from tests.drafters.loop import Validating, noisy, run, tiny_target
 
 TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
@@ -135,7 +134,7 @@ def outcomes(target, drafter, prompt, params, count, length, rows=50, seed=0):
     for batch in range(count // rows):
         for row in range(rows):
             decode.free(drafter, state, row)
-        first = decode.Row(prompt[:-1], tiny.chooser(prompt, params), GenerationStats())
+        first = decode.Occupant(prompt[:-1], tiny.chooser(prompt, params), GenerationStats())
         decode.prefill(target, drafter, state, 0, first)
         for row in range(rows):
             if row:
@@ -144,7 +143,7 @@ def outcomes(target, drafter, prompt, params, count, length, rows=50, seed=0):
                     (piece,) = state.drafter_state.pending[0]
                     state.drafter_state.pending[row] = [piece]
             chooser = tiny.chooser(prompt, params, seed=batch * rows + row)
-            state.rows[row] = decode.Row(list(prompt), chooser, GenerationStats())
+            state.occupants[row] = decode.Occupant(list(prompt), chooser, GenerationStats())
         if hasattr(state.drafter_state, "pending"):  # the token after the prompt's end was drawn; put ours
             for row in range(rows):
                 ((tokens, features),) = state.drafter_state.pending[row]
@@ -152,10 +151,10 @@ def outcomes(target, drafter, prompt, params, count, length, rows=50, seed=0):
         active = list(range(rows))
         while active:
             decode.step(target, drafter, state, active)
-            active = [row for row in active if len(state.rows[row].tokens) < len(prompt) + length]
-        result += [state.rows[row].tokens[len(prompt) :][:length] for row in range(rows)]
-    accepted = sum(state.rows[row].stats.accepted for row in range(rows))
-    offered = sum(sum(state.rows[row].stats.offered_at) for row in range(rows))
+            active = [row for row in active if len(state.occupants[row].tokens) < len(prompt) + length]
+        result += [state.occupants[row].tokens[len(prompt) :][:length] for row in range(rows)]
+    accepted = sum(state.occupants[row].stats.accepted for row in range(rows))
+    offered = sum(sum(state.occupants[row].stats.offered_at) for row in range(rows))
     assert 0 < accepted < offered
     return torch.tensor(result)
 
@@ -239,13 +238,11 @@ def test_equals_plain_at_temperature_zero_beside_rows_that_sample(name):
 
 def test_sampled_trees_are_valid_and_their_children_have_probability():
     target = tiny_target(4, scale=0.16, layers=4)
-    drafter = EagleDrafter(eagle_head(), target, TREE, sampled=True)
-    seen: list[DraftTree] = []
-    propose = drafter.propose_sampled
-    drafter.propose_sampled = lambda *a: seen.append(propose(*a)) or seen[-1]  # type: ignore[method-assign]
+    drafter = Validating(EagleDrafter(eagle_head(), target, TREE, sampled=True))
     run(target, drafter, [[1, 2], [3, 3, 1]], [12, 9], SamplingParams(temperature=1, top_p=0.6))
+    seen = drafter.seen
     for tree in seen:
-        validate(tree)
+        assert tree.draft_probs is not None
         for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
             for node in range(1, int(tree.num_nodes[row])):
                 assert float(tree.draft_probs[row, parents[node], tokens[node]]) > 0

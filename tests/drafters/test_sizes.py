@@ -9,10 +9,11 @@ import pytest
 
 from aquiline import tree as trees
 from aquiline.cache import MOST_NODES, SCRATCH
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.merged import Merged
+from aquiline.drafters.mixed import Merged
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.request import Engine, Request
@@ -57,28 +58,31 @@ def test_the_longest_chain_of_a_head_ends_with_the_context() -> None:
 class Bushy:
     """Drafts MOST_NODES nodes while two levels are left, whatever it costs."""
 
-    features = ()
+    needs = Needs()
 
     def __init__(self, nodes: int) -> None:
         self.nodes, self.widths = nodes, list[int]()
 
-    def new_state(self, rows: int, capacity: int) -> None:
+    def new_state(self, slots: int, capacity: int) -> None:
         return None
 
-    def extend(self, *_: Any) -> None:
+    def extend(self, committed: Committed, state: None) -> None:
         """Needs nothing."""
 
-    def propose(self, root: Any, prefixes: Any, rows: Any, state: Any, max_depth: int | None = None) -> trees.DraftTree:
+    def propose(self, rows: Rows, state: None) -> trees.DraftTree:
         wide = range(min(tiny.VOCAB, self.nodes))
-        tokens, parents = [int(root[0]), *wide], [-1, *(0 for _ in wide)]
-        if max_depth is None or max_depth > 1:
+        tokens, parents = [*rows.roots, *wide], [-1, *(0 for _ in wide)]
+        if rows.depth(2) > 1:
             below = [(parent, token) for parent in wide for token in range(tiny.VOCAB)][: self.nodes - len(tokens)]
             tokens += [token for _, token in below]
             parents += [1 + parent for parent, _ in below]
         self.widths.append(len(tokens))
         return trees.from_lists([(tokens, parents)])
 
-    def reset(self, row: int, length: int, state: Any) -> None:
+    def copy(self, source: int, slot: int, length: int, state: None) -> None:
+        """Keeps nothing."""
+
+    def reset(self, slot: int, length: int, state: None) -> None:
         """Keeps nothing."""
 
 

@@ -45,12 +45,14 @@ def test_its_cache_equals_feeding_the_text(target):
     drafter = SmallModel(small, target, Chain(3))
     state = decode.new_state(target, drafter, 2, 64)
     for row, prompt in enumerate(tiny.prompts(2, seed=4)):
-        decode.prefill(target, drafter, state, row, decode.Row(list(prompt), tiny.chooser(prompt), GenerationStats()))
+        decode.prefill(
+            target, drafter, state, row, decode.Occupant(list(prompt), tiny.chooser(prompt), GenerationStats())
+        )
     for number in range(9):
         decode.step(target, drafter, state, [0, 1] if number % 3 else [1], max_depth=0 if number == 4 else None)
     for row in (0, 1):
-        text = state.rows[row].tokens
-        drafter._settle(row, text, state.drafter_state)
+        text = state.occupants[row].tokens
+        drafter.reset(row, len(text) - 1, state.drafter_state)  # drops drafts that were not verified
         length = int(state.drafter_state.cache.lengths[row])
         assert len(text) - 5 <= length < len(text)
         cache = small.new_cache(1, 64)
@@ -64,11 +66,11 @@ def test_goes_on_after_a_reset_to_an_earlier_turn(target):
     drafter = SmallModel(noisy(target, 0.02), target, Chain(3))
     prompt, other = [5, 6, 7, 8], [5, 6, 9]
     state = decode.new_state(target, drafter, 1, 64)
-    decode.prefill(target, drafter, state, 0, decode.Row(prompt, tiny.chooser(prompt), GenerationStats()))
+    decode.prefill(target, drafter, state, 0, decode.Occupant(prompt, tiny.chooser(prompt), GenerationStats()))
     decode.step(target, drafter, state, [0])
     truncate(state.cache, 0, 2)
     drafter.reset(0, 2, state.drafter_state)
-    request = decode.Row(other, tiny.chooser(other), GenerationStats())
+    request = decode.Occupant(other, tiny.chooser(other), GenerationStats())
     out = list(decode.prefill(target, drafter, state, 0, request).tokens)
     while len(out) < 12:
         out += decode.step(target, drafter, state, [0])[0].tokens

@@ -14,11 +14,11 @@ from aquiline.decode import PREFILL_CHUNK
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.merged import Merged
+from aquiline.drafters.mixed import Merged
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import DynamicTree
 from aquiline.engine import generate
-from aquiline.engine.batch import MIN_SHARED, Batch, common_prefix
+from aquiline.engine.batch import MIN_SHARED, Batch
 from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.request import Engine, Request, StreamEvent
 from aquiline.sampling import SamplingParams
@@ -189,8 +189,8 @@ def test_a_drafter_takes_part_in_a_shared_prompt(
 ) -> None:
     """The drafter's own cache is copied: all rows hold the prompt, read by one of them."""
     drafter, copies = _drafters()[name], []
-    copy = drafter.copy_prefix  # type: ignore[attr-defined]
-    monkeypatch.setattr(drafter, "copy_prefix", lambda *args: (copies.append(args), copy(*args)))
+    copy = drafter.copy
+    monkeypatch.setattr(drafter, "copy", lambda *args: (copies.append(args), copy(*args)))
     made = Engine(tiny.decoder("llama"), drafter, None, ())
     prompt = list(range(3, 15))
     params = SamplingParams(max_new_tokens=10, temperature=0.7, seed=4, n=3)
@@ -210,12 +210,6 @@ def test_short_common_beginnings_are_not_shared() -> None:
     head = [1 + i for i in range(MIN_SHARED)]
     generate_requests(made, [Request([*head, 20 + i], SamplingParams(max_new_tokens=1)) for i in range(2)])
     assert widths(made) == [(1, MIN_SHARED + 1)] * 2
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert common_prefix([1, 2], [1, 2, 3]) == common_prefix([1, 2, 3], [1, 2]) == 2
-    assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
 
 
 # -- streams that end early ---------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import commit
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import DynamicTree
 from aquiline.targets.hf import HFTarget
@@ -114,29 +115,30 @@ def test_ragged_trees_and_commits_equal_plain_forwards(model: Any, target: HFTar
 class Knowing:
     """Drafts the true continuation with a mistake now and then, among decoys."""
 
-    features = (2, "final")
+    needs = Needs(features=(2, "final"))
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = texts
 
-    def new_state(self, rows: int, capacity: int) -> None:
+    def new_state(self, slots: int, capacity: int) -> None:
         return None
 
-    def extend(self, tokens: Tensor, features: Tensor | None, *rest: Any) -> None:
-        assert features is not None and features.shape[:2] == tokens.shape
+    def extend(self, committed: Committed, state: Any) -> None:
+        assert committed.features is not None and committed.features.shape[:2] == committed.tokens.shape
 
-    def reset(self, row: int, length: int, state: Any) -> None:
+    def copy(self, source: int, slot: int, length: int, state: Any) -> None:
         return None
 
-    def propose(
-        self, root: Tensor, prefixes: Any, rows: Sequence[int], state: Any, max_depth: int | None = None
-    ) -> DraftTree:
+    def reset(self, slot: int, length: int, state: Any) -> None:
+        return None
+
+    def propose(self, rows: Rows, state: Any) -> DraftTree:
         """Root, then three levels of a decoy (first, so that the path is no prefix) and a guess."""
-        tokens = root[:, None].repeat(1, 7)
-        for i, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+        tokens = torch.tensor(rows.roots)[:, None].repeat(1, 7)
+        for i, (slot, text) in enumerate(zip(rows.slots, rows.texts, strict=True)):
             for level in range(3):
-                at = len(prefix) + level
-                truth = self.texts[row][at] if at < len(self.texts[row]) else 0
+                at = len(text) + level
+                truth = self.texts[slot][at] if at < len(self.texts[slot]) else 0
                 guess = (truth + 1) % VOCAB if at % 5 == 0 else truth
                 tokens[i, 1 + 2 * level], tokens[i, 2 + 2 * level] = (guess + 7) % VOCAB, guess
         parents = torch.tensor([-1, 0, 0, 2, 2, 4, 4]).expand(len(tokens), -1)

@@ -234,7 +234,7 @@ def test_gemma3_with_prompt_lookup_equals_transformers() -> None:
     ids = target.model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
     stats, drafter = GenerationStats(), PromptLookup(depth=5, num_branches=2)
     state = decode.new_state(target, drafter, 1, 600)
-    request = decode.Row(list(prompt), tiny.chooser(prompt), stats)
+    request = decode.Occupant(list(prompt), tiny.chooser(prompt), stats)
     found = list(decode.prefill(target, drafter, state, 0, request).tokens)
     while len(found) < 16:
         found += decode.step(target, drafter, state, [0])[0].tokens

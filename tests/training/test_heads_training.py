@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from aquiline.checkpoints.final_heads import final_drafter, read_final_heads
-from aquiline.drafters.hydra import Hydra
-from aquiline.drafters.medusa import Medusa
+from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain
 from aquiline.sampling import SamplingParams
@@ -26,7 +25,7 @@ from aquiline.training.learners.student_validation import measure_student
 from aquiline.training.learners.students import counted, lesson, rows_that_count, student_loss
 from aquiline.training.settings import PARALLEL, SMALL, TrainSettings
 from tests import tiny
-from tests.drafters.loop import assert_equal_to_plain
+from tests.drafters.loop import assert_equal_to_plain, rows_of
 from tests.training.tiny_training import write_set, write_target
 
 
@@ -79,7 +78,7 @@ def test_trains_to_a_drafter_that_equals_plain(base, kind):
         assert heads.target_fingerprint
         assert len(heads.config.accuracies) == 3
         drafter = final_drafter(base / kind / "head", target)
-        assert isinstance(drafter, Medusa if kind == "medusa" else Hydra)
+        assert isinstance(drafter, ParallelDrafter)
     assert_equal_to_plain(target, drafter, tiny.prompts(3, seed=8), SamplingParams())
 
 
@@ -232,19 +231,17 @@ def test_measured_acceptance_is_that_of_the_loop(base):
         conversations.append((tokens, torch.arange(len(tokens)) >= len(prompt)))
     measured = measure_student(made, target, None, conversations)
     from aquiline import decode
-    from aquiline.drafters.final_heads import FinalHeads
+    from aquiline.drafters.parallel import ParallelHeads
     from aquiline.stats import GenerationStats
 
     reached, right = [0, 0, 0], [0, 0, 0]
     for prompt, answer in texts():  # a chain from every position of the answer
         for start in range(len(answer) - 1):
-            drafter = Hydra(FinalHeads(made.network), target, Chain(3))
+            drafter = ParallelDrafter(ParallelHeads(made.network), target, Chain(3))
             state = decode.new_state(target, drafter, 1, 80)
             text = prompt + answer[:start]
-            decode.prefill(target, drafter, state, 0, decode.Row(text, tiny.chooser(text), GenerationStats()))
-            tree = drafter.propose(
-                torch.tensor([answer[start]]), [text + answer[start : start + 1]], [0], state.drafter_state
-            )
+            decode.prefill(target, drafter, state, 0, decode.Occupant(text, tiny.chooser(text), GenerationStats()))
+            tree = drafter.propose(rows_of(text + answer[start : start + 1]), state.drafter_state)
             for depth in range(3):
                 if start + 1 + depth >= len(answer):
                     break

@@ -11,7 +11,7 @@ from torch import Tensor
 from aquiline.bench.records import Record
 from aquiline.cache import commit
 from aquiline.decode import PREFILL_CHUNK
-from aquiline.engine.batch import common_prefix
+from aquiline.engine.text import common_prefix
 from aquiline.targets.target import Target
 
 EXACT = (torch.float32, torch.float64)

@@ -13,7 +13,7 @@ import torch
 
 from aquiline.bench.hf_generate import run_hf
 from aquiline.bench.methods import Bed, Method
-from aquiline.bench.recorder import calibration_bins, judged_nodes, recorded
+from aquiline.bench.recorder import Recorder, calibration_bins, judged_nodes
 from aquiline.bench.records import Record
 from aquiline.engine.generate import stream_requests
 from aquiline.engine.request import Engine, GenerationOutput, Request
@@ -49,7 +49,7 @@ def measure(bed: Bed, method: Method, case: Case, repeat: int = 0) -> Record:
     before = _reset_peak(bed)
     if method.hf_model is not None:
         return _measure_hf(bed, method, case, repeat, before)
-    drafter = None if method.drafter is None else recorded(method.drafter)
+    drafter = None if method.drafter is None else Recorder(method.drafter)
     # Without a tokenizer: tokens are timed, as with `generate` of transformers.
     engine = Engine(bed.target, drafter, None, bed.end_ids, max_rows=len(case.prompts))
     params = SamplingParams(max_new_tokens=case.max_new_tokens, temperature=case.temperature, seed=case.seed)

@@ -13,7 +13,7 @@ from aquiline.checkpoints.head_names import SHIPPED, resolve_head
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.lookup_first import LookupFirst
+from aquiline.drafters.mixed import LookupFirst
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.engine.drafting import GPU_TREE, make_drafter
 from aquiline.targets.target import Target
@@ -214,7 +214,7 @@ def _with_head(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
     defaults: dict[str, TreePolicy] = {"eagle": StaticTree(), "eagle2": _dynamic(bed)}
     drafter = _of_kind(spec, bed, head, _policy(spec, bed) or defaults.get(spec.name))
     if spec.name == "eagle3+lookup":
-        from aquiline.drafters.merged import Merged
+        from aquiline.drafters.mixed import Merged
 
         return Merged(drafter, PromptLookup())
     return drafter

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aquiline.bench.records import Record, pooled_gaps
-from aquiline.engine.batch import common_prefix
+from aquiline.engine.text import common_prefix
 
 DEFINITIONS = {
     "speedup": "Seconds of the reference for the same prompt divided by the method's, both per emitted token and "

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from aquiline.bench.metrics import BINS
-from aquiline.drafters.drafter import Drafter, ObservingDrafter, SamplingDrafter
+from aquiline.drafters.drafter import Committed, Drafter, Needs, Rows
 from aquiline.tree import DraftTree
 
 
@@ -48,85 +46,40 @@ class Step:
 
 
 @dataclass(eq=False)
-class _Recorder:
-    """Passes everything on to `inner`; keeps references only, so that it costs the run nothing."""
+class Recorder:
+    """Passes everything on to a drafter; keeps references only, so that it costs the run nothing.
 
-    inner: Any
+    Attributes:
+        inner: the drafter.
+        steps: what was drafted and what became text, per row and step that asked for drafts.
+    """
+
+    inner: Drafter
     steps: list[Step] = field(default_factory=list)
-    _open: tuple[DraftTree, list[int]] | None = None
 
     @property
-    def features(self) -> Any:
-        return self.inner.features
+    def needs(self) -> Needs:
+        return self.inner.needs
 
-    def new_state(self, rows: int, capacity: int) -> Any:
-        return self.inner.new_state(rows, capacity)
+    def new_state(self, slots: int, capacity: int) -> Any:
+        return self.inner.new_state(slots, capacity)
 
-    def reset(self, row: int, length: int, state: Any) -> None:
-        self.inner.reset(row, length, state)
+    def propose(self, rows: Rows, state: Any) -> DraftTree:
+        return self.inner.propose(rows, state)
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: Any,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        tree: DraftTree = self.inner.propose(root, prefixes, rows, state, max_depth)
-        self._open = (tree, list(rows))
-        return tree
+    def extend(self, committed: Committed, state: Any) -> None:
+        rows, tree = committed.rows, committed.tree
+        if tree is not None and rows.max_depth != 0:
+            kept = replace(tree, draft_probs=None)  # the whole distributions are large
+            for i, (text, count) in enumerate(zip(rows.texts, committed.counts, strict=True)):
+                self.steps.append(Step(kept, i, list(text[len(text) - count :])))
+        self.inner.extend(committed, state)
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor | None,
-        num_new: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: Any,
-    ) -> None:
-        # A prefill of another row may come between: only the very rows of the tree close the step.
-        if self._open is not None and self._open[1] == list(rows):
-            for i, (prefix, count) in enumerate(zip(prefixes, num_new, strict=True)):
-                self.steps.append(Step(self._open[0], i, list(prefix[len(prefix) - count :])))
-            self._open = None
-        self.inner.extend(tokens, features, num_new, prefixes, rows, state)
+    def copy(self, source: int, slot: int, length: int, state: Any) -> None:
+        self.inner.copy(source, slot, length, state)
 
-
-class _Copying(_Recorder):
-    def copy_prefix(self, source: int, target: int, length: int, state: Any) -> None:
-        self.inner.copy_prefix(source, target, length, state)
-
-
-class _Observing(_Recorder):
-    def observe(self, tree: DraftTree, logits: Tensor, rows: Sequence[int], state: Any) -> None:
-        self.inner.observe(tree, logits, rows, state)
-
-
-class _Drawing(_Recorder):
-    @property
-    def sampled(self) -> bool:
-        return bool(self.inner.sampled)
-
-    def propose_sampled(self, root: Tensor, prefixes: Any, rows: Sequence[int], *rest: Any) -> DraftTree:
-        tree: DraftTree = self.inner.propose_sampled(root, prefixes, rows, *rest)
-        self._open = (replace(tree, draft_probs=None), list(rows))  # the whole laws are large
-        return tree
-
-
-def recorded(drafter: Drafter) -> Any:
-    """Wraps a drafter; the wrapper has `steps` and exactly the optional methods that `drafter` has."""
-    parts = [
-        part
-        for part, has in (
-            (_Copying, hasattr(drafter, "copy_prefix")),
-            (_Observing, isinstance(drafter, ObservingDrafter)),
-            (_Drawing, isinstance(drafter, SamplingDrafter)),
-        )
-        if has
-    ]
-    return type("Recorder", (*parts, _Recorder), {})(drafter)
+    def reset(self, slot: int, length: int, state: Any) -> None:
+        self.inner.reset(slot, length, state)
 
 
 def judged_nodes(steps: Sequence[Step]) -> Iterator[JudgedNode]:

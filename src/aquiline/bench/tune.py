@@ -15,7 +15,7 @@ from aquiline.bench.environment import environment
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
 from aquiline.bench.profile import Costs, Prediction, Profile, make_profile, predict
-from aquiline.bench.recorder import recorded
+from aquiline.bench.recorder import Recorder
 from aquiline.bench.records import Record
 from aquiline.bench.runner import encode_turns, open_bed
 from aquiline.bench.settings import BenchSettings
@@ -188,7 +188,7 @@ def _profile(
     bed: Bed, source: Source, cases: Sequence[Case], curve: Sequence[dict[str, float]]
 ) -> tuple[Profile, Costs]:
     """Verifies the probe tree on the proposing prompts, and times the drafter's levels."""
-    probe = recorded(source.make(source.probe))
+    probe = Recorder(source.make(source.probe))
     wide = [measure(bed, Method("probe", probe, ""), case) for case in cases]
     chain = source.probe if isinstance(source.probe, Chain) else Chain(min(PROBE_CHAIN, source.probe.depth))
     drafter = source.make(chain)

@@ -20,16 +20,15 @@ from aquiline.checkpoints.config_kinds import check_kinds
 from aquiline.checkpoints.eagle.stored import check_values
 from aquiline.checkpoints.eagle.vocabulary import offsets, resolve_vocabulary
 from aquiline.checkpoints.head_files import read_head_files
-from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
-from aquiline.drafters.hydra import Hydra, HydraNetwork
-from aquiline.drafters.medusa import Medusa, MedusaNetwork
+from aquiline.drafters.parallel import ParallelDrafter, ParallelHeads
+from aquiline.drafters.parallel_network import HydraNetwork, MedusaNetwork, ParallelConfig, ParallelNetwork
 from aquiline.drafters.trees import Chain, StaticTree
 from aquiline.targets.target import Target, TargetShape
 
 FORMAT = "aquiline-final-heads-1"
 
 
-def build_final_network(config: FinalHeadsConfig) -> FinalNetwork:
+def build_final_network(config: ParallelConfig) -> ParallelNetwork:
     """Makes the network of a configuration; its heads begin as the identity."""
     return MedusaNetwork(config) if config.kind == "medusa" else HydraNetwork(config)
 
@@ -39,7 +38,7 @@ def is_final_heads(config: dict[str, Any]) -> bool:
     return config.get("format") == FORMAT
 
 
-def read_final_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> FinalHeads:
+def read_final_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> ParallelHeads:
     """Reads Medusa or Hydra heads.
 
     Args:
@@ -55,14 +54,14 @@ def read_final_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype
     if not is_final_heads(raw):
         raise ValueError(f"{place} holds no Medusa or Hydra heads: its format is {raw.get('format')!r}, not {FORMAT!r}")
     check_kinds(raw, place)
-    fields = {field.name for field in dataclasses.fields(FinalHeadsConfig)}
+    fields = {field.name for field in dataclasses.fields(ParallelConfig)}
     lost = sorted(fields - {"num_blocks", "own_lm_head", "rms_norm_eps", "accuracies"} - raw.keys())
     if lost:
         raise ValueError(f"{place}/config.json lacks {', '.join(lost)}; train the heads again")
     given = {name: raw[name] for name in fields & raw.keys()}
     given["accuracies"] = tuple(tuple(row) for row in given.get("accuracies", ()))
     try:
-        config = FinalHeadsConfig(**given)
+        config = ParallelConfig(**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}: config.json: {error}; train the heads again") from error
     if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
@@ -74,10 +73,10 @@ def read_final_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype
     vocabulary = resolve_vocabulary(tensors.pop("d2t", None), None, config.draft_vocab_size, config.vocab_size, place)
     network = build_final_network(config).to(dtype)
     _fill(network, tensors, place)
-    return FinalHeads(network.eval().requires_grad_(False), vocabulary.ids, raw.get("aquiline_target_fingerprint"))
+    return ParallelHeads(network.eval().requires_grad_(False), vocabulary.ids, raw.get("aquiline_target_fingerprint"))
 
 
-def _fill(network: FinalNetwork, tensors: dict[str, Tensor], place: str) -> None:
+def _fill(network: ParallelNetwork, tensors: dict[str, Tensor], place: str) -> None:
     expected = network.state_dict()
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
@@ -91,7 +90,7 @@ def _fill(network: FinalNetwork, tensors: dict[str, Tensor], place: str) -> None
             parameter.copy_(given)
 
 
-def write_final_heads(folder: str | Path, heads: FinalHeads, dtype: torch.dtype = torch.bfloat16) -> None:
+def write_final_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes Medusa or Hydra heads, each file atomically.
 
     Args:
@@ -118,7 +117,7 @@ def write_final_heads(folder: str | Path, heads: FinalHeads, dtype: torch.dtype 
             os.replace(Path(scratch) / name, folder / name)
 
 
-def final_drafter(folder: str | Path, target: Target, policy: Chain | StaticTree | None = None) -> Medusa | Hydra:
+def final_drafter(folder: str | Path, target: Target, policy: Chain | StaticTree | None = None) -> ParallelDrafter:
     """Reads Medusa or Hydra heads and makes their drafter, in the target's dtype.
 
     Args:
@@ -133,4 +132,4 @@ def final_drafter(folder: str | Path, target: Target, policy: Chain | StaticTree
     heads.network.to(target.device)
     if heads.draft_to_target is not None:
         heads.draft_to_target = heads.draft_to_target.to(target.device)
-    return Medusa(heads, target, policy) if heads.config.kind == "medusa" else Hydra(heads, target, policy)
+    return ParallelDrafter(heads, target, policy)

@@ -22,8 +22,13 @@ from torch import Tensor
 from aquiline.checkpoints.config_kinds import check_kinds
 from aquiline.checkpoints.eagle.stored import check_values
 from aquiline.checkpoints.head_files import inside, read_config, read_tensors
-from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, FinalNetwork
-from aquiline.drafters.published_heads import PublishedHeads, PublishedHydraNetwork, PublishedMedusaNetwork
+from aquiline.drafters.parallel import ParallelHeads
+from aquiline.drafters.parallel_network import (
+    ParallelConfig,
+    ParallelNetwork,
+    PublishedHydraNetwork,
+    PublishedMedusaNetwork,
+)
 from aquiline.targets.target import TargetShape
 
 _FILES = {
@@ -57,7 +62,7 @@ class PublishedReport:
     path: str
     repository: str
     file: str
-    config: FinalHeadsConfig
+    config: ParallelConfig
     dtype: str
     parameters: int
     checked: bool
@@ -86,7 +91,7 @@ def inspect_published_heads(folder: str | Path, target: TargetShape | None = Non
     return _read(Path(folder), target, torch.bfloat16)[1]
 
 
-def read_published_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> FinalHeads:
+def read_published_heads(folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> ParallelHeads:
     """Reads Medusa or Hydra heads as their authors publish them.
 
     Args:
@@ -97,10 +102,10 @@ def read_published_heads(folder: str | Path, target: TargetShape, dtype: torch.d
     Raises:
         ValueError: for anything that is not exactly such heads for this target.
     """
-    return PublishedHeads(_read(Path(folder), target, dtype)[0].eval().requires_grad_(False))
+    return ParallelHeads(_read(Path(folder), target, dtype)[0].eval().requires_grad_(False))
 
 
-def _read(folder: Path, target: TargetShape | None, dtype: torch.dtype) -> tuple[FinalNetwork, PublishedReport]:
+def _read(folder: Path, target: TargetShape | None, dtype: torch.dtype) -> tuple[ParallelNetwork, PublishedReport]:
     kind = published_kind(folder)
     if kind is None:
         names = ", ".join(name for files in _FILES.values() for name in files)
@@ -128,7 +133,7 @@ def _own_shape(tensors: Mapping[str, Tensor], place: str) -> TargetShape:
     return TargetShape(vocab, hidden, 1, 1)
 
 
-def _config(kind: str, raw: Mapping[str, Any], target: TargetShape, place: str) -> FinalHeadsConfig:
+def _config(kind: str, raw: Mapping[str, Any], target: TargetShape, place: str) -> ParallelConfig:
     counts = []
     for key in (f"{kind}_num_heads", f"{kind}_num_layers"):
         value = raw.get(key)
@@ -144,7 +149,7 @@ def _config(kind: str, raw: Mapping[str, Any], target: TargetShape, place: str) 
             )
         if raw.get("hidden_state_offset"):
             raise ValueError(f"{place} says hidden_state_offset = {raw['hidden_state_offset']}; only 0 is read")
-    return FinalHeadsConfig(
+    return ParallelConfig(
         kind=kind if kind == "medusa" or raw.get("grounded_heads") else "medusa",
         num_heads=counts[0],
         num_blocks=counts[1],
@@ -154,7 +159,7 @@ def _config(kind: str, raw: Mapping[str, Any], target: TargetShape, place: str) 
     )
 
 
-def _network(kind: str, raw: Mapping[str, Any], config: FinalHeadsConfig) -> tuple[FinalNetwork, Any]:
+def _network(kind: str, raw: Mapping[str, Any], config: ParallelConfig) -> tuple[ParallelNetwork, Any]:
     blocks = config.num_blocks
 
     def medusa_name(name: str) -> str:
@@ -171,7 +176,7 @@ def _network(kind: str, raw: Mapping[str, Any], config: FinalHeadsConfig) -> tup
     return PublishedMedusaNetwork(config, lm_bias=True), hydra_name
 
 
-def _fill(network: FinalNetwork, tensors: Mapping[str, Tensor], dtype: torch.dtype, place: str) -> None:
+def _fill(network: ParallelNetwork, tensors: Mapping[str, Tensor], dtype: torch.dtype, place: str) -> None:
     expected = network.state_dict()
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:

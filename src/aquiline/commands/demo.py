@@ -86,7 +86,7 @@ def _report(loaded: Loaded, outputs: dict[str, list[GenerationOutput]], as_json:
 
 
 def _difference(plain: list[int], other: list[int], dtype: str) -> str:
-    from aquiline.engine.batch import common_prefix
+    from aquiline.engine.text import common_prefix
 
     same, kind = common_prefix(plain, other), dtype.removeprefix("torch.")
     return (

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from torch import Tensor
-
 from aquiline import tree as trees
-from aquiline.drafters.drafter import CopyingDrafter, Drafter, ObservingDrafter
+from aquiline.drafters.drafter import Committed, Drafter, Rows, check_wrappable
 from aquiline.tree import DraftTree
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
@@ -176,61 +173,39 @@ class Adaptive:
         inner: the drafter. It takes in every committed position either way.
 
     Raises:
-        ValueError: for a drafter that must see every step.
+        ValueError: a drafter that must see every step, or that samples: how long steps take would
+            then decide which tokens a seed draws.
     """
 
     def __init__(self, inner: Drafter) -> None:
-        if isinstance(inner, ObservingDrafter):
-            raise ValueError(f"{type(inner).__name__} must see every step and cannot be adaptive; use it by itself")
-        self.inner = inner
-        self.features = inner.features
-        # Speed is a fact about models and machine, so it is shared by all generations.
+        check_wrappable(inner, "adaptive", "leave adaptive=False")
+        self.inner, self.needs = inner, inner.needs
+        # Speed is a fact about models and machine, so all generations share it.
         self._choices: dict[int, _Choice] = {}
 
-    def new_state(self, rows: int, capacity: int) -> AdaptiveState:
-        """See `Drafter.new_state`."""
-        return AdaptiveState(self.inner.new_state(rows, capacity))
+    def new_state(self, slots: int, capacity: int) -> AdaptiveState:
+        return AdaptiveState(self.inner.new_state(slots, capacity))
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor | None,
-        num_new: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: AdaptiveState,
-    ) -> None:
-        """See `Drafter.extend`."""
-        self.inner.extend(tokens, features, num_new, prefixes, rows, state.inner)
+    def extend(self, committed: Committed, state: AdaptiveState) -> None:
+        self.inner.extend(committed, state.inner)
         if state.began is not None:
-            emitted = sum(num_new) / max(len(num_new), 1)
+            emitted = sum(committed.counts) / max(len(committed.counts), 1)
             seconds = time.perf_counter() - state.began
             self._choice(state.batch).payoff.record(state.speculated, seconds, emitted)
             state.began = None
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: AdaptiveState,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        """See `Drafter.propose`; a root-only tree while speculation does not pay."""
-        state.speculated, state.batch, state.began = self._choice(len(rows)).decide(), len(rows), time.perf_counter()
-        if not state.speculated:
-            return trees.root_only(root)
-        return self.inner.propose(root, prefixes, rows, state.inner, max_depth)
+    def propose(self, rows: Rows, state: AdaptiveState) -> DraftTree:
+        """A root-only tree while speculation does not pay."""
+        batch = len(rows.slots)
+        state.speculated, state.batch, state.began = self._choice(batch).decide(), batch, time.perf_counter()
+        return self.inner.propose(rows, state.inner) if state.speculated else trees.root_only(rows.roots)
 
-    def reset(self, row: int, length: int, state: AdaptiveState) -> None:
-        """See `Drafter.reset`."""
+    def copy(self, source: int, slot: int, length: int, state: AdaptiveState) -> None:
+        self.inner.copy(source, slot, length, state.inner)
+
+    def reset(self, slot: int, length: int, state: AdaptiveState) -> None:
         state.began = None
-        self.inner.reset(row, length, state.inner)
-
-    def copy_prefix(self, source: int, target: int, length: int, state: AdaptiveState) -> None:
-        """See `CopyingDrafter.copy_prefix`."""
-        if isinstance(self.inner, CopyingDrafter):
-            self.inner.copy_prefix(source, target, length, state.inner)
+        self.inner.reset(slot, length, state.inner)
 
     def _choice(self, batch: int) -> _Choice:
         return self._choices.setdefault(batch, _Choice(batch))

@@ -11,11 +11,20 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.eagle_network import DraftHead, EagleNetwork, Network, forward_network, new_draft_cache
 from aquiline.drafters.packed import PackedNetwork, packed_network
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
-from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, best_nodes
-from aquiline.sampling import TokenChooser
+from aquiline.drafters.trees import (
+    Chain,
+    DynamicTree,
+    StaticTree,
+    TreePolicy,
+    best_nodes,
+    fill_tree,
+    parents_of,
+    paths_of,
+)
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
@@ -23,13 +32,13 @@ from aquiline.tree import DraftTree
 
 @dataclass(eq=False)
 class EagleState:
-    """What an `EagleDrafter` keeps per row.
+    """What an `EagleDrafter` keeps per slot.
 
     Attributes:
         cache: the head's own keys and values, from the target's features only.
-        hidden: (rows, H) feedback at the last ingested position.
-        logits: (rows, Vd) draft logits there.
-        pending: per row, ingested but not yet forwarded pieces (tokens (n,), features (n, F)).
+        hidden: (slots, H) feedback at the last ingested position.
+        logits: (slots, Vd) draft logits there.
+        pending: per slot, pieces not yet forwarded (tokens (n,), features (n, F)).
     """
 
     cache: KVCache
@@ -71,102 +80,68 @@ class EagleDrafter:
             raise ValueError("sampled drafts need a tree whose shape is fixed beforehand: use a chain or a static tree")
         if sampled and isinstance(policy, StaticTree):
             check_ranks(policy)
-        self.sampled = sampled
         self.head, self.target, self.policy = head, target, policy
-        self.features = head.config.features
+        self.needs = Needs(features=head.config.features, samples=sampled)
         weight = head.network.fc.weight
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
         self._network: Network | PackedNetwork = (packed_network(head.network) if packed else None) or head.network
 
-    def new_state(self, rows: int, capacity: int) -> EagleState:
-        """Allocates the drafter's state for `rows` rows of `capacity` positions."""
+    def new_state(self, slots: int, capacity: int) -> EagleState:
         network, config = self.head.network, self.head.config
         weight = network.fc.weight
         limit = self.target.shape.max_positions
         return EagleState(
-            cache=new_draft_cache(network, rows, capacity, limit),
-            hidden=torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device),
-            logits=torch.zeros(rows, config.draft_vocab_size, device=weight.device),
-            pending=[[] for _ in range(rows)],
+            cache=new_draft_cache(network, slots, capacity, limit),
+            hidden=torch.zeros(slots, config.hidden_size, dtype=weight.dtype, device=weight.device),
+            logits=torch.zeros(slots, config.draft_vocab_size, device=weight.device),
+            pending=[[] for _ in range(slots)],
         )
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor | None,
-        num_new: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: EagleState,
-    ) -> None:
-        """See `Drafter.extend`; the network runs on the new positions at the next `propose`."""
+    def extend(self, committed: Committed, state: EagleState) -> None:
+        """Keeps the new positions; the network runs on them at the next `propose`."""
+        features = committed.features
         assert features is not None, "an EAGLE head needs the target's features"
-        for i, (row, count) in enumerate(zip(rows, num_new, strict=True)):
+        for i, (slot, count) in enumerate(zip(committed.rows.slots, committed.counts, strict=True)):
             if count:
                 # A copy: `features` may be a view into a buffer that the next forward reuses.
-                state.pending[row].append((tokens[i, :count].clone(), features[i, :count].clone()))
+                state.pending[slot].append((committed.tokens[i, :count].clone(), features[i, :count].clone()))
 
-    def reset(self, row: int, length: int, state: EagleState) -> None:
-        """See `Drafter.reset`. `length` tokens are length - 1 rows of (feature, next token)."""
-        if length > 0:
-            self._flush([row], state)
-        state.pending[row].clear()
-        truncate(state.cache, row, min(max(length - 1, 0), int(state.cache.lengths[row])))
-
-    def copy_prefix(self, source: int, target: int, length: int, state: EagleState) -> None:
-        """See `CopyingDrafter.copy_prefix`."""
+    def copy(self, source: int, slot: int, length: int, state: EagleState) -> None:
         self._flush([source], state)
-        state.pending[target].clear()
-        copy_prefix(state.cache, source, target, length - 1)
+        state.pending[slot].clear()
+        copy_prefix(state.cache, source, slot, length - 1)
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: EagleState,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        """See `Drafter.propose`; first ingests what is pending."""
-        self._flush(rows, state)
-        depth = self.policy.depth if max_depth is None else min(self.policy.depth, max_depth)
-        if depth < 1:
-            return trees.root_only(root)
-        if isinstance(self.policy, StaticTree):
-            return self._static(root, rows, state, [path for path in self.policy.paths if len(path) <= depth])
-        return self._dynamic(root, rows, state, _fitted(self.policy, depth))
+    def reset(self, slot: int, length: int, state: EagleState) -> None:
+        """`length` tokens are length - 1 pairs of a feature and the token after it."""
+        if length > 0:
+            self._flush([slot], state)
+        state.pending[slot].clear()
+        truncate(state.cache, slot, min(max(length - 1, 0), int(state.cache.lengths[slot])))
 
-    def propose_sampled(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: EagleState,
-        choosers: Sequence[TokenChooser],
-        generator: torch.Generator,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        """See `SamplingDrafter.propose_sampled`."""
-        self._flush(rows, state)
-        assert not isinstance(self.policy, DynamicTree)
-        depth = self.policy.depth if max_depth is None else min(self.policy.depth, max_depth)
+    def propose(self, rows: Rows, state: EagleState) -> DraftTree:
+        """Ingests what is pending, then drafts."""
+        self._flush(rows.slots, state)
+        depth = rows.depth(self.policy.depth)
         if depth < 1:
-            return trees.root_only(root)
-        chain = tuple((0,) * level for level in range(1, depth + 1))
-        shape = self.policy.paths if isinstance(self.policy, StaticTree) else chain
-        draws = DrawnCandidates(choosers, prefixes, generator, self.head.draft_to_target, self.target.shape.vocab_size)
-        paths = [path for path in shape if len(path) <= depth]
-        return draws.pack(self._static(root, rows, state, paths, draws))
+            return trees.root_only(rows.roots, self.target.device)
+        drawn = self.needs.samples and rows.sample
+        if isinstance(self.policy, DynamicTree) or (isinstance(self.policy, Chain) and not drawn):
+            return self._dynamic(rows, state, _fitted(self.policy, depth))
+        paths = paths_of(self.policy, depth)
+        if not drawn:
+            return self._static(rows, state, paths)
+        draws = DrawnCandidates(rows, self.head.draft_to_target, self.target.shape.vocab_size)
+        return draws.pack(self._static(rows, state, paths, draws))
 
     # -- ingesting --------------------------------------------------------------------------
 
-    def _flush(self, rows: Sequence[int], state: EagleState) -> None:
+    def _flush(self, slots: Sequence[int], state: EagleState) -> None:
         """Runs the network on what `extend` took in."""
-        waiting = [row for row in rows if state.pending[row]]
+        waiting = [slot for slot in slots if state.pending[slot]]
         if not waiting:
             return
         pieces = [
-            (torch.cat([t for t, _ in state.pending[r]]), torch.cat([f for _, f in state.pending[r]])) for r in waiting
+            (torch.cat([t for t, _ in state.pending[s]]), torch.cat([f for _, f in state.pending[s]])) for s in waiting
         ]
         counts = [len(tokens) for tokens, _ in pieces]
         width = max(counts)
@@ -184,9 +159,9 @@ class EagleDrafter:
         at_last = stream[torch.arange(len(waiting), device=tokens.device), last]
         state.hidden[waiting] = network.feedback(at_last)
         state.logits[waiting] = self._logits(at_last).float()
-        for row, count in zip(waiting, counts, strict=True):
-            commit(state.cache, torch.arange(count)[None], [row])
-            state.pending[row].clear()
+        for slot, count in zip(waiting, counts, strict=True):
+            commit(state.cache, torch.arange(count)[None], [slot])
+            state.pending[slot].clear()
 
     def _forward(
         self,
@@ -219,18 +194,19 @@ class EagleDrafter:
 
     # -- trees ------------------------------------------------------------------------------
 
-    def _dynamic(self, root: Tensor, rows: Sequence[int], state: EagleState, policy: DynamicTree) -> DraftTree:
-        """EAGLE-2: expand the best `top_k` nodes of each level, then rerank the whole pool."""
+    def _dynamic(self, rows: Rows, state: EagleState, policy: DynamicTree) -> DraftTree:
+        """EAGLE-2: expands the best `top_k` nodes of each level, then reranks the whole pool."""
+        slots, root = list(rows.slots), torch.tensor(rows.roots, device=self.target.device)
         k, limit = policy.top_k, policy.num_nodes - 1
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
-        scores, tokens = self._candidates(state.logits[rows], k)  # (B, k) each
+        scores, tokens = self._candidates(state.logits[slots], k)  # (B, k) each
         pools = [_Pool(t, [-1] * len(t), s) for t, s in zip(tokens.tolist(), scores.tolist(), strict=True)]
-        level = _Level(tokens, state.hidden[rows][:, None].expand(-1, k, -1), _eye(len(rows), k, root.device), 0)
-        indices = [list(range(k)) for _ in rows]  # pool index of each node of the level
+        level = _Level(tokens, state.hidden[slots][:, None].expand(-1, k, -1), _eye(len(slots), k, root.device), 0)
+        indices = [list(range(k)) for _ in slots]  # pool index of each node of the level
         for depth in range(1, policy.depth):
             if _settled(pools, [max(s) for s in scores.tolist()], limit, floor):
                 break
-            stream = self._feed(level, depth, rows, state)
+            stream = self._feed(level, depth, slots, state)
             child_scores, child_tokens = self._candidates(self._logits(stream), k)
             joint = (scores[:, :, None] + child_scores).flatten(1)  # (B, width * k)
             child_tokens = child_tokens.flatten(1)
@@ -247,57 +223,42 @@ class EagleDrafter:
 
     def _static(
         self,
-        root: Tensor,
-        rows: Sequence[int],
+        rows: Rows,
         state: EagleState,
         paths: Sequence[tuple[int, ...]],
         draws: DrawnCandidates | None = None,
     ) -> DraftTree:
         """EAGLE-1: the tokens of given ranks (or drawn in this order) below given parents."""
-        batch, index = len(rows), {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
-        parents = [-1] + [index[path[:-1]] for path in paths]
-        tokens = root[:, None].repeat(1, len(index))
-        joint = torch.zeros(batch, len(index), device=root.device)
-        logits, feedback, level = state.logits[rows][:, None], state.hidden[rows][:, None], None
-        inner: list[tuple[int, ...]] = [()]
-        for depth in range(1, max(len(path) for path in paths) + 1):
-            here = [path for path in paths if len(path) == depth]
-            count, nodes = 1 + max(path[-1] for path in here), [index[path] for path in inner]
-            if draws is None:
-                scores, candidates = self._candidates(logits, count)
-            else:
-                scores, candidates = draws(logits, count, nodes, tokens, parents)
-            for path in here:
-                node, slot = index[path], inner.index(path[:-1])
-                tokens[:, node] = candidates[:, slot, path[-1]]
-                joint[:, node] = joint[:, index[path[:-1]]] + scores[:, slot, path[-1]]
-            before, inner = inner, [path for path in here if any(other[:-1] == path for other in paths)]
-            if not inner:
-                break
-            fed = tokens[:, [index[path] for path in inner]]
-            if level is None:
-                count = len(inner)
-                level = _Level(fed, feedback.expand(-1, count, -1), _eye(batch, count, root.device), 0)
-            else:
-                fathers = torch.tensor([before.index(path[:-1]) for path in inner], device=root.device)
-                level = level.below(fed, feedback, fathers.expand(batch, -1))
-            stream = self._feed(level, depth, rows, state)
-            logits, feedback = self._logits(stream), self._network.feedback(stream)
-        return DraftTree(
-            tokens=tokens,
-            parents=torch.tensor(parents, device=root.device).expand(batch, -1),
-            num_nodes=torch.full((batch,), len(index), device=root.device),
-            log_probs=joint,
-        )
+        slots, parents = list(rows.slots), parents_of(paths)
+        root = torch.tensor(rows.roots, device=self.target.device)
+        logits, feedback = state.logits[slots][:, None], state.hidden[slots][:, None]
+        level: _Level | None = None
+        above: list[int] = []  # the level's nodes
 
-    def _feed(self, level: _Level, depth: int, rows: Sequence[int], state: EagleState) -> Tensor:
+        def candidates(depth: int, nodes: Sequence[int], tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            nonlocal logits, feedback, level, above
+            if depth > 1:
+                fed, width = tokens[:, list(nodes)], len(nodes)
+                if level is None:
+                    level = _Level(fed, feedback.expand(-1, width, -1), _eye(len(slots), width, root.device), 0)
+                else:
+                    fathers = torch.tensor([above.index(parents[node]) for node in nodes], device=root.device)
+                    level = level.below(fed, feedback, fathers.expand(len(slots), -1))
+                above = list(nodes)
+                stream = self._feed(level, depth - 1, slots, state)
+                logits, feedback = self._logits(stream), self._network.feedback(stream)
+            return self._candidates(logits, count) if draws is None else draws(logits, count, nodes, tokens, parents)
+
+        return fill_tree(root, paths, candidates)
+
+    def _feed(self, level: _Level, depth: int, slots: Sequence[int], state: EagleState) -> Tensor:
         """Runs one level of the tree, (B, W) nodes at `depth`, through the network: (B, W, H)."""
         width = level.tokens.shape[1]
-        starts = state.cache.lengths[list(rows)].to(level.tokens.device)
+        starts = state.cache.lengths[list(slots)].to(level.tokens.device)
         positions = (starts + depth - 1)[:, None].expand(-1, width)
         # A chain sees all that lies before it, which needs no mask.
         visible = None if width == 1 and level.visible.shape[2] == depth else level.visible
-        return self._forward(level.tokens, level.hidden, positions, visible, state.cache, rows, level.offset)
+        return self._forward(level.tokens, level.hidden, positions, visible, state.cache, slots, level.offset)
 
     def _candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest (log-probability float32, target id) of each node."""

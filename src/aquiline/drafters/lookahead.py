@@ -22,13 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import check_fits
 from aquiline.checks import integer
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.lookup import merge
-from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree
 
 
@@ -47,14 +46,10 @@ class _Row:
     Attributes:
         columns: W columns, or none before the first step.
         pool: first token → n-grams' other N − 1 tokens, the oldest first.
-        observed: positions that the window has moved on since the last `extend`.
-        indexed: tokens of the text that the pool knows.
     """
 
     columns: list[_Column] = field(default_factory=list)
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
-    observed: int = 0
-    indexed: int = 0
 
 
 class Lookahead:
@@ -66,59 +61,40 @@ class Lookahead:
         window: W, columns, ≥ 1.
         ngram: N, length of the n-grams with their first token, ≥ 2.
         guesses: G, n-grams kept for each first token and verified in a step, ≥ 1.
-        from_text: also pool the n-grams of the prompt and the output.
     """
 
-    features: tuple[Feature, ...] = ()
+    needs = Needs(every_step=True)
 
-    def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7, *, from_text: bool = False) -> None:
+    def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
             integer(f"lookahead: {name}", value, least)
         size = 1 + (window + guesses) * (ngram - 1)
         check_fits(f"lookahead with window {window}, ngram {ngram}, guesses {guesses}", size, "lower one of them")
-        self.window, self.ngram, self.guesses, self.from_text = window, ngram, guesses, from_text
+        self.window, self.ngram, self.guesses = window, ngram, guesses
 
-    def new_state(self, rows: int, capacity: int) -> list[_Row]:
-        """Empty windows and pools for `rows` rows."""
-        return [_Row() for _ in range(rows)]
+    def new_state(self, slots: int, capacity: int) -> list[_Row]:
+        return [_Row() for _ in range(slots)]
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor | None,
-        num_new: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: list[_Row],
-    ) -> None:
-        """Moves the window on to where the text now ends."""
-        for row, count, prefix in zip(rows, num_new, prefixes, strict=True):
-            mine = state[row]
-            overtaken = max(count - mine.observed, 0)
-            mine.observed = 0
+    def extend(self, committed: Committed, state: list[_Row]) -> None:
+        """Pools the n-grams that the step completed, and moves the window to the end of the text."""
+        made = self._made(committed)
+        for i, (slot, text) in enumerate(zip(committed.rows.slots, committed.rows.texts, strict=True)):
+            mine, moved = state[slot], 0
+            if made is not None:
+                self._advance(mine, made[i])
+                moved = 1
             if mine.columns:
-                del mine.columns[:overtaken]
-                self._fill(mine, prefix)
-            if self.from_text:
-                for end in range(max(mine.indexed + 1, self.ngram), len(prefix) + 1):
-                    self._remember(mine, prefix[end - self.ngram], prefix[end - self.ngram + 1 : end])
-                mine.indexed = max(mine.indexed, len(prefix))
+                del mine.columns[: max(committed.counts[i] - moved, 0)]  # overtaken by the text
+                self._fill(mine, text)
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: list[_Row],
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        """See `Drafter.propose`; the window follows the candidates."""
+    def propose(self, rows: Rows, state: list[_Row]) -> DraftTree:
+        """The candidates, then the window."""
         packed, candidates = [], []
-        for row, prefix in zip(rows, prefixes, strict=True):
-            mine = state[row]
-            self._fill(mine, prefix)
-            known = list(mine.pool.get(prefix[-1], ()))[::-1]
-            tokens, parents = merge(prefix[-1], [ngram[:max_depth] for ngram in known])
+        for slot, text in zip(rows.slots, rows.texts, strict=True):
+            mine = state[slot]
+            self._fill(mine, text)
+            known = list(mine.pool.get(text[-1], ()))[::-1]
+            tokens, parents = merge(text[-1], [ngram[: rows.max_depth] for ngram in known])
             first = len(tokens)
             candidates.append(first)
             for level in range(self.ngram - 1):
@@ -127,29 +103,34 @@ class Lookahead:
                     above = first + (level - 1) * self.window + j
                     parents.append(above if level else (first + j - 1 if j else 0))
             packed.append((tokens, parents))
-        tree = trees.from_lists(packed, root.device)
-        return replace(tree, num_candidates=torch.tensor(candidates, device=root.device))
+        return replace(trees.from_lists(packed), num_candidates=torch.tensor(candidates))
 
-    def observe(self, tree: DraftTree, logits: Tensor, rows: Sequence[int], state: list[_Row]) -> None:
-        """Takes the target's arg-max at the last level of the window (see `ObservingDrafter`)."""
-        if tree.num_candidates is None:
-            return  # a step without drafts
+    def copy(self, source: int, slot: int, length: int, state: list[_Row]) -> None:
+        """Nothing: the window is filled from the text, and the pool belongs to its own request."""
+
+    def reset(self, slot: int, length: int, state: list[_Row]) -> None:
+        """Drops the window; a chat that keeps a beginning keeps its pool."""
+        state[slot] = _Row(pool=state[slot].pool) if length else _Row()
+
+    def _made(self, committed: Committed) -> list[list[int]] | None:
+        """Per row, the target's arg-max at the W nodes of the last level; None without a window."""
+        tree, logits = committed.tree, committed.logits
+        if tree is None or logits is None or tree.num_candidates is None:
+            return None  # a prompt, or a step without drafts
         last = (self.ngram - 2) * self.window + torch.arange(self.window, device=logits.device)
         nodes = tree.num_candidates.to(logits.device)[:, None] + last
-        batch = torch.arange(len(rows), device=logits.device)[:, None]
-        for row, made in zip(rows, logits[batch, nodes].argmax(-1).tolist(), strict=True):
-            mine = state[row]
-            for column, token in zip(mine.columns, made, strict=True):
-                # Of a column that began as guesses, only the first token may still be one.
-                if column.made >= self.ngram - 2:
-                    self._remember(mine, column.tokens[0], [*column.tokens[1:], token])
-                column.tokens = [*column.tokens[1:], token]
-                column.made += 1
-            mine.observed = 1
+        batch = torch.arange(len(nodes), device=logits.device)[:, None]
+        made: list[list[int]] = logits[batch, nodes].argmax(-1).tolist()
+        return made
 
-    def reset(self, row: int, length: int, state: list[_Row]) -> None:
-        """See `Drafter.reset`; what is kept of a chat keeps its pool."""
-        state[row] = _Row(pool=state[row].pool) if length else _Row()
+    def _advance(self, mine: _Row, made: Sequence[int]) -> None:
+        """Moves each column one position on: its first token leaves, the target's own arrives."""
+        for column, token in zip(mine.columns, made, strict=True):
+            # Of a column that began as guesses, only the first token may still be one.
+            if column.made >= self.ngram - 2:
+                self._remember(mine, column.tokens[0], [*column.tokens[1:], token])
+            column.tokens = [*column.tokens[1:], token]
+            column.made += 1
 
     def _fill(self, mine: _Row, prefix: Sequence[int]) -> None:
         """Fills the window up with guesses: tokens of the text, in an order that depends on it alone."""

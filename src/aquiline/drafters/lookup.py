@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from aquiline import tree as trees
 from aquiline.cache import check_fits
 from aquiline.checks import integer
-from aquiline.targets.target import Feature
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.tree import DraftTree
 
 
 @dataclass(eq=False)
 class LookupState:
-    """Per row: n-gram → positions after which it ended, in order, and tokens indexed so far."""
+    """Per slot: n-gram → positions after which it ended, in order, and tokens indexed so far."""
 
     index: list[dict[tuple[int, ...], list[int]]]
     seen: list[int] = field(default_factory=list)
@@ -37,7 +35,7 @@ class PromptLookup:
     Source: prompt-lookup-decoding (Saxena 2023); differs: several continuations as a tree.
     """
 
-    features: tuple[Feature, ...] = ()
+    needs = Needs()
 
     def __init__(self, depth: int = 5, max_ngram: int = 4, min_ngram: int = 2, num_branches: int = 1) -> None:
         for name, value in (("depth", depth), ("min_ngram", min_ngram), ("num_branches", num_branches)):
@@ -48,55 +46,41 @@ class PromptLookup:
         check_fits(f"prompt lookup of {num_branches} × {depth} tokens", size, "lower depth or num_branches")
         self.depth, self.max_ngram, self.min_ngram, self.num_branches = depth, max_ngram, min_ngram, num_branches
 
-    def new_state(self, rows: int, capacity: int) -> LookupState:
-        """Empty indices for `rows` rows."""
-        return LookupState([{} for _ in range(rows)], [0] * rows)
+    def new_state(self, slots: int, capacity: int) -> LookupState:
+        return LookupState([{} for _ in range(slots)], [0] * slots)
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor | None,
-        num_new: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: LookupState,
-    ) -> None:
+    def extend(self, committed: Committed, state: LookupState) -> None:
         """Indexes the n-grams that end at the new tokens."""
-        for row, prefix in zip(rows, prefixes, strict=True):
-            index = state.index[row]
-            for end in range(state.seen[row] + 1, len(prefix) + 1):
+        for slot, text in zip(committed.rows.slots, committed.rows.texts, strict=True):
+            index = state.index[slot]
+            for end in range(state.seen[slot] + 1, len(text) + 1):
                 for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                    index.setdefault(tuple(prefix[end - size : end]), []).append(end)
-            state.seen[row] = max(state.seen[row], len(prefix))
+                    index.setdefault(tuple(text[end - size : end]), []).append(end)
+            state.seen[slot] = max(state.seen[slot], len(text))
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: LookupState,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        """See `Drafter.propose`."""
-        depth = self.depth if max_depth is None else min(self.depth, max_depth)
+    def propose(self, rows: Rows, state: LookupState) -> DraftTree:
+        depth = rows.depth(self.depth)
         packed = []
-        for row, prefix in zip(rows, prefixes, strict=True):
-            continuations = [prefix[end : end + depth] for end in self._matches(state.index[row], prefix)]
-            packed.append(merge(prefix[-1], continuations))
-        return trees.from_lists(packed, root.device)
+        for slot, text in zip(rows.slots, rows.texts, strict=True):
+            continuations = [text[end : end + depth] for end in self._matches(state.index[slot], text)]
+            packed.append(merge(text[-1], continuations))
+        return trees.from_lists(packed)
 
-    def _matches(self, index: dict[tuple[int, ...], list[int]], prefix: Sequence[int]) -> list[int]:
+    def copy(self, source: int, slot: int, length: int, state: LookupState) -> None:
+        """Nothing: the next `extend` indexes the whole text."""
+
+    def reset(self, slot: int, length: int, state: LookupState) -> None:
+        """Forgets the slot; the next `extend` indexes what it keeps again."""
+        state.index[slot], state.seen[slot] = {}, 0
+
+    def _matches(self, index: dict[tuple[int, ...], list[int]], text: Sequence[int]) -> list[int]:
         """Positions after earlier occurrences of the longest n-gram that has one, latest first."""
-        for size in range(min(self.max_ngram, len(prefix)), self.min_ngram - 1, -1):
-            ends = index.get(tuple(prefix[-size:]), [])
-            earlier = [end for end in ends[-self.num_branches - 1 :] if end < len(prefix)]
+        for size in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
+            ends = index.get(tuple(text[-size:]), [])
+            earlier = [end for end in ends[-self.num_branches - 1 :] if end < len(text)]
             if earlier:
                 return earlier[::-1][: self.num_branches]
         return []
-
-    def reset(self, row: int, length: int, state: LookupState) -> None:
-        """Forgets a row; what is kept is indexed again at the next `extend`."""
-        state.index[row], state.seen[row] = {}, 0
 
 
 def merge(root: int, continuations: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aquiline import tree as trees
+from aquiline.drafters.drafter import Rows
 from aquiline.drafters.trees import StaticTree
 from aquiline.sampling import TokenChooser, distribution, processed_logits
 from aquiline.tree import DraftTree
@@ -94,17 +95,13 @@ class DrawnCandidates:
     """Picks the candidates of a static tree by drawing; remembers what they were drawn from.
 
     Attributes:
-        choosers: per row.
-        prefixes: per row, all tokens up to and including the root.
-        generator: source of the draws.
+        rows: the rows: their choosers, texts and generator.
         draft_to_target: (Vd,) int64 target ids of the draft ids, or None where they coincide.
         vocab_size: V of the target.
         laws: node → (B, V) its children's law.
     """
 
-    choosers: Sequence[TokenChooser]
-    prefixes: Sequence[Sequence[int]]
-    generator: torch.Generator
+    rows: Rows
     draft_to_target: Tensor | None
     vocab_size: int
     laws: dict[int, Tensor] = field(default_factory=dict)
@@ -129,12 +126,12 @@ class DrawnCandidates:
             full[..., self.draft_to_target] = logits
             logits = full
         texts = [
-            [[*prefix, *_below_root(row, parents, node)] for node in nodes]
-            for prefix, row in zip(self.prefixes, tokens.tolist(), strict=True)
+            [[*text, *_below_root(row, parents, node)] for node in nodes]
+            for text, row in zip(self.rows.texts, tokens.tolist(), strict=True)
         ]
-        laws = draft_laws(logits, self.choosers, texts)
+        laws = draft_laws(logits, self.rows.choosers, texts)
         self.laws.update(zip(nodes, laws.unbind(1), strict=True))
-        ids, valid = draw_children(laws, count, self.generator)
+        ids, valid = draw_children(laws, count, self.rows.generator)
         return laws.gather(-1, ids).log().masked_fill(~valid, -torch.inf), ids
 
     def pack(self, tree: DraftTree) -> DraftTree:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
+from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.trees import Chain
-from aquiline.sampling import TokenChooser
-from aquiline.targets.target import Feature, Target
+from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
 
 _CHUNK = 512  # tokens that are fed at once: bounds the memory of a long prompt
@@ -27,11 +27,11 @@ _CHUNK = 512  # tokens that are fed at once: bounds the memory of a long prompt
 
 @dataclass(eq=False)
 class SmallModelState:
-    """What a `SmallModel` keeps per row.
+    """What a `SmallModel` keeps per slot.
 
     Attributes:
         cache: the small model's keys and values.
-        drafted: per row, the drafts that lie at the end of the cache and may yet be refused.
+        drafted: per slot, the drafts at the end of the cache, which may yet be rejected.
     """
 
     cache: KVCache
@@ -52,51 +52,35 @@ class SmallModel:
     Source: Leviathan et al. (arXiv 2211.17192); Chen et al. (arXiv 2302.01318).
     """
 
-    features: tuple[Feature, ...] = ()
-
     def __init__(self, model: Target, target: Target, policy: Chain | None = None, *, sampled: bool = False) -> None:
         if model.shape.vocab_size != target.shape.vocab_size:
             raise ValueError(
                 f"the small model has {model.shape.vocab_size} tokens, the target {target.shape.vocab_size}; "
                 "both must use one tokenizer: distil one with `aquiline train --method small-model`"
             )
-        self.model, self.policy, self.sampled = model, policy or Chain(depth=4), sampled
+        self.model, self.policy, self.needs = model, policy or Chain(depth=4), Needs(samples=sampled)
 
-    def new_state(self, rows: int, capacity: int) -> SmallModelState:
-        """An empty cache for `rows` rows of `capacity` positions."""
-        return SmallModelState(self.model.new_cache(rows, capacity), [[] for _ in range(rows)])
+    def new_state(self, slots: int, capacity: int) -> SmallModelState:
+        return SmallModelState(self.model.new_cache(slots, capacity), [[] for _ in range(slots)])
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor | None,
-        num_new: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: SmallModelState,
-    ) -> None:
+    def extend(self, committed: Committed, state: SmallModelState) -> None:
         """Feeds long pieces (prompts); what a step left is fed together with the next root."""
-        for row, prefix in zip(rows, prefixes, strict=True):
-            self._settle(row, prefix, state)
-            if len(prefix) > self.model.shape.max_positions:
+        for slot, text in zip(committed.rows.slots, committed.rows.texts, strict=True):
+            self._settle(slot, text, state)
+            if len(text) > self.model.shape.max_positions:
                 continue  # beyond the small model's context nothing is drafted
-            while len(prefix) - int(state.cache.lengths[row]) > self.policy.depth + 2:
-                start = int(state.cache.lengths[row])
-                self._feed([prefix[start : min(start + _CHUNK, len(prefix) - 1)]], [row], state)
+            while len(text) - int(state.cache.lengths[slot]) > self.policy.depth + 2:
+                start = int(state.cache.lengths[slot])
+                self._feed([text[start : min(start + _CHUNK, len(text) - 1)]], [slot], state)
 
-    def propose(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: SmallModelState,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        """See `Drafter.propose`."""
+    def propose(self, rows: Rows, state: SmallModelState) -> DraftTree:
+        return self._drawn(rows, state) if self.needs.samples and rows.sample else self._likeliest(rows, state)
+
+    def _likeliest(self, rows: Rows, state: SmallModelState) -> DraftTree:
         floor = math.log(self.policy.min_prob) if self.policy.min_prob > 0 else -math.inf
-        chains: list[list[int]] = [[] for _ in rows]
-        scores = torch.zeros(len(rows), device=root.device)
-        joint: list[list[float]] = [[0.0] for _ in rows]
+        chains: list[list[int]] = [[] for _ in rows.slots]
+        scores = torch.zeros(len(chains), device=self.model.device)
+        joint: list[list[float]] = [[0.0] for _ in chains]
 
         def choose(logits: Tensor) -> Tensor:
             best, token = logits.max(-1)
@@ -109,30 +93,22 @@ class SmallModel:
                     log_probs.append(-math.inf)  # this row's chain has ended
             return token
 
-        self._chain(prefixes, rows, state, max_depth, choose, lambda: bool((scores < floor).all()))
+        self._chain(rows, state, choose, lambda: bool((scores < floor).all()))
         tree = trees.from_lists(
-            [([int(r), *c], list(range(-1, len(c)))) for r, c in zip(root.tolist(), chains, strict=True)], root.device
+            [([root, *chain], list(range(-1, len(chain)))) for root, chain in zip(rows.roots, chains, strict=True)]
         )
         padded = [(values + [-math.inf] * tree.size)[: tree.size] for values in joint]
-        return replace(tree, log_probs=torch.tensor(padded, device=root.device))
+        return replace(tree, log_probs=torch.tensor(padded))
 
-    def propose_sampled(
-        self,
-        root: Tensor,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: SmallModelState,
-        choosers: Sequence[TokenChooser],
-        generator: torch.Generator,
-        max_depth: int | None = None,
-    ) -> DraftTree:
-        """See `SamplingDrafter.propose_sampled`; the chain's length does not depend on the draws."""
-        texts = [list(prefix) for prefix in prefixes]
+    def _drawn(self, rows: Rows, state: SmallModelState) -> DraftTree:
+        """Draws the chain; its length does not depend on the draws."""
+        root = torch.tensor(rows.roots, device=self.model.device)
+        texts = [list(text) for text in rows.texts]
         tokens, drawn, laws = [root], [torch.ones_like(root, dtype=torch.bool)], list[Tensor]()
 
         def choose(logits: Tensor) -> Tensor:
-            law = draft_laws(logits[:, None], choosers, [[text] for text in texts])
-            token, valid = (part[:, 0, 0] for part in draw_children(law, 1, generator))
+            law = draft_laws(logits[:, None], rows.choosers, [[text] for text in texts])
+            token, valid = (part[:, 0, 0] for part in draw_children(law, 1, rows.generator))
             for text, t in zip(texts, token.tolist(), strict=True):
                 text.append(t)
             tokens.append(token)
@@ -140,70 +116,63 @@ class SmallModel:
             laws.append(law[:, 0])
             return token
 
-        self._chain(prefixes, rows, state, max_depth, choose, lambda: False)
+        self._chain(rows, state, choose, lambda: False)
         if not laws:
-            return trees.root_only(root)
+            return trees.root_only(rows.roots)
         laws.append(torch.zeros_like(laws[0]))
         ids, valid, probs = (torch.stack(part, dim=1) for part in (tokens, drawn, laws))
         return pack_drawn(ids, range(-1, len(tokens) - 1), valid, probs)
 
-    def reset(self, row: int, length: int, state: SmallModelState) -> None:
-        """See `Drafter.reset`."""
-        # Drafts that nobody verified are not part of the text.
-        kept = int(state.cache.lengths[row]) - len(state.drafted[row])
-        state.drafted[row] = []
-        truncate(state.cache, row, min(kept, length))
-
-    def copy_prefix(self, source: int, target: int, length: int, state: SmallModelState) -> None:
-        """See `CopyingDrafter.copy_prefix`."""
+    def copy(self, source: int, slot: int, length: int, state: SmallModelState) -> None:
         fed = int(state.cache.lengths[source]) - len(state.drafted[source])
-        state.drafted[target] = []
-        copy_prefix(state.cache, source, target, min(fed, length))
+        state.drafted[slot] = []
+        copy_prefix(state.cache, source, slot, min(fed, length))
+
+    def reset(self, slot: int, length: int, state: SmallModelState) -> None:
+        # Drafts that were never verified are not part of the text.
+        kept = int(state.cache.lengths[slot]) - len(state.drafted[slot])
+        state.drafted[slot] = []
+        truncate(state.cache, slot, min(kept, length))
 
     def _chain(
-        self,
-        prefixes: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        state: SmallModelState,
-        max_depth: int | None,
-        choose: Callable[[Tensor], Tensor],
-        ended: Callable[[], bool],
+        self, rows: Rows, state: SmallModelState, choose: Callable[[Tensor], Tensor], ended: Callable[[], bool]
     ) -> None:
         """Feeds what is missing, then drafts: `choose` takes (B, V) logits to the (B,) next tokens."""
-        room = self.model.shape.max_positions - max(len(prefix) for prefix in prefixes)
-        depth = min(self.policy.depth, room, self.policy.depth if max_depth is None else max_depth)
+        room = self.model.shape.max_positions - max(len(text) for text in rows.texts)
+        depth = min(rows.depth(self.policy.depth), room)
         if depth < 1:
             return
-        for row, prefix in zip(rows, prefixes, strict=True):
-            self._settle(row, prefix, state)
-        pieces = [list(prefix[int(state.cache.lengths[row]) :]) for row, prefix in zip(rows, prefixes, strict=True)]
+        for slot, text in zip(rows.slots, rows.texts, strict=True):
+            self._settle(slot, text, state)
+        missing = zip(rows.slots, rows.texts, strict=True)
+        pieces = [list(text[int(state.cache.lengths[slot]) :]) for slot, text in missing]
         for level in range(depth):
-            token = choose(self._feed(pieces, rows, state))
+            token = choose(self._feed(pieces, rows.slots, state))
             if level == depth - 1 or ended():
                 return
             pieces = [[t] for t in token.tolist()]
-            for row, piece in zip(rows, pieces, strict=True):
-                state.drafted[row] += piece
+            for slot, piece in zip(rows.slots, pieces, strict=True):
+                state.drafted[slot] += piece
 
-    def _settle(self, row: int, prefix: Sequence[int], state: SmallModelState) -> None:
+    def _settle(self, slot: int, text: Sequence[int], state: SmallModelState) -> None:
         """Keeps the drafts in the cache that became text, and forgets the others."""
-        drafted = state.drafted[row]
-        base = int(state.cache.lengths[row]) - len(drafted)
+        drafted = state.drafted[slot]
+        base = int(state.cache.lengths[slot]) - len(drafted)
         kept = 0
-        # One token of the text at least is fed anew: its logits begin the next chain.
-        while kept < len(drafted) and base + kept < len(prefix) - 1 and drafted[kept] == prefix[base + kept]:
+        # At least one token of the text is fed again: its logits begin the next chain.
+        while kept < len(drafted) and base + kept < len(text) - 1 and drafted[kept] == text[base + kept]:
             kept += 1
-        truncate(state.cache, row, min(base + kept, len(prefix) - 1))
-        state.drafted[row] = []
+        truncate(state.cache, slot, min(base + kept, len(text) - 1))
+        state.drafted[slot] = []
 
-    def _feed(self, pieces: Sequence[Sequence[int]], rows: Sequence[int], state: SmallModelState) -> Tensor:
-        """Runs ragged pieces behind the cache and keeps them; (B, V) logits after the last tokens."""
+    def _feed(self, pieces: Sequence[Sequence[int]], slots: Sequence[int], state: SmallModelState) -> Tensor:
+        """Runs ragged pieces after what the cache holds, and keeps them; (B, V) logits after the last tokens."""
         device, width = self.model.device, max(len(piece) for piece in pieces)
         ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], device=device)
-        starts = state.cache.lengths[list(rows)].to(device)
+        starts = state.cache.lengths[list(slots)].to(device)
         positions = starts[:, None] + torch.arange(width, device=device)
         last = torch.tensor([[len(piece) - 1] for piece in pieces], device=device)
-        out = self.model.forward(ids, positions, None, state.cache, rows, (), last)
-        for row, piece in zip(rows, pieces, strict=True):
-            commit(state.cache, torch.arange(len(piece))[None], [row])
+        out = self.model.forward(ids, positions, None, state.cache, slots, (), last)
+        for slot, piece in zip(slots, pieces, strict=True):
+            commit(state.cache, torch.arange(len(piece))[None], [slot])
         return out.logits[:, 0]

@@ -1,12 +1,16 @@
-"""Which nodes a feature drafter puts into its tree: chain, static, dynamic."""
+"""Which nodes a drafter puts into its tree (chain, static, dynamic), and how a static tree is filled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from aquiline.cache import check_fits
 from aquiline.checks import integer, number, several
+from aquiline.tree import DraftTree
 
 EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     *((i,) for i in range(4)),
@@ -128,3 +132,48 @@ def best_nodes(scores: Sequence[float], limit: int, min_score: float) -> list[in
     """
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:limit]
     return sorted(i for i in order if scores[i] >= min_score)
+
+
+Candidates = Callable[[int, Sequence[int], Tensor, int], tuple[Tensor, Tensor]]
+"""(depth from 1, W nodes of one level, (B, N) tokens so far, k) → the W nodes' children:
+(B, W, k) log-probabilities and target ids."""
+
+
+def paths_of(policy: Chain | StaticTree, depth: int) -> list[tuple[int, ...]]:
+    """The paths of a policy down to `depth`, shallower first."""
+    paths = policy.paths if isinstance(policy, StaticTree) else tuple((0,) * d for d in range(1, policy.depth + 1))
+    return [path for path in paths if len(path) <= depth]
+
+
+def parents_of(paths: Sequence[tuple[int, ...]]) -> list[int]:
+    """The parents of a tree's nodes: the root, then one node per path."""
+    index = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
+    return [-1, *(index[path[:-1]] for path in paths)]
+
+
+def fill_tree(root: Tensor, paths: Sequence[tuple[int, ...]], candidates: Candidates) -> DraftTree:
+    """Fills a static tree level by level.
+
+    Args:
+        root: (B,) int64.
+        paths: ranks, shallower first; every proper prefix of a path is a path.
+        candidates: proposes children; called once per level, for the nodes that have any.
+    """
+    batch, parents = len(root), parents_of(paths)
+    tokens = root[:, None].repeat(1, len(parents))
+    joint = torch.zeros(batch, len(parents), device=root.device)
+    for depth in range(1, max(len(path) for path in paths) + 1):
+        nodes = [node for node, path in enumerate(paths, 1) if len(path) == depth]
+        fathers = [parents[node] for node in nodes]
+        above = list(dict.fromkeys(fathers))
+        ranks = [paths[node - 1][-1] for node in nodes]
+        scores, ids = candidates(depth, above, tokens, 1 + max(ranks))
+        slots = [above.index(father) for father in fathers]
+        tokens[:, nodes] = ids[:, slots, ranks]
+        joint[:, nodes] = joint[:, fathers] + scores[:, slots, ranks].float()
+    return DraftTree(
+        tokens=tokens,
+        parents=torch.tensor(parents, device=root.device).expand(batch, -1),
+        num_nodes=torch.full((batch,), len(parents), device=root.device),
+        log_probs=joint,
+    )

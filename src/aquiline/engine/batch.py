@@ -10,9 +10,9 @@ import torch
 
 from aquiline.cache import copy_prefix, truncate
 from aquiline.decode import PREFILL_CHUNK, StepResult, free, new_state, prefill_chunks, step
-from aquiline.drafters.drafter import CopyingDrafter
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import Engine, StreamEvent
+from aquiline.engine.text import common_prefix
 
 MIN_SHARED = 8
 """Shorter common beginnings of two prompts are computed again: copying them saves nothing."""
@@ -58,7 +58,7 @@ class Batch:
     @property
     def occupied(self) -> int:
         """Slots that a request is in."""
-        return sum(row is not None for row in self.state.rows)
+        return sum(row is not None for row in self.state.occupants)
 
     def submit(self, emission: Emission) -> None:
         """Queues a request."""
@@ -118,7 +118,7 @@ class Batch:
 
     def _admit(self) -> _Prefill | None:
         """Puts the next request into a free slot, on top of what a slot already holds of its prompt."""
-        vacant = [row for row, occupant in enumerate(self.state.rows) if occupant is None]
+        vacant = [row for row, occupant in enumerate(self.state.occupants) if occupant is None]
         if not self._waiting or not vacant:
             return None
         emission = self._waiting.popleft()
@@ -136,7 +136,7 @@ class Batch:
         self._held[row] = emission.prompt
         engine = self.engine
         pieces = prefill_chunks(
-            engine.target, engine.drafter, self.state, row, emission.row, keep_logits=emission.wants_logits
+            engine.target, engine.drafter, self.state, row, emission.occupant, keep_logits=emission.wants_logits
         )
         return _Prefill(row, emission, pieces)
 
@@ -147,7 +147,7 @@ class Batch:
         token after it.
         """
         best, source = 0, 0
-        for row, occupant in enumerate(self.state.rows):
+        for row, occupant in enumerate(self.state.occupants):
             tokens = self._held[row] if occupant is None else occupant.tokens
             common = common_prefix(tokens, prompt) - 1
             shared = min(common, int(self.state.cache.lengths[row]))
@@ -163,9 +163,8 @@ class Batch:
 
     def _copy(self, source: int, row: int, positions: int) -> None:
         copy_prefix(self.state.cache, source, row, positions)
-        drafter = self.engine.drafter
-        if isinstance(drafter, CopyingDrafter):
-            drafter.copy_prefix(source, row, positions + 1, self.state.drafter_state)
+        if self.engine.drafter is not None:
+            self.engine.drafter.copy(source, row, positions + 1, self.state.drafter_state)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -186,7 +185,7 @@ class Batch:
             lossy=engine.lossy,
         )
         with self.state.stats.timed("other"):
-            return [self._emit(result.row, result) for result in results]
+            return [self._emit(result.slot, result) for result in results]
 
     def _emit(self, row: int, result: StepResult) -> StreamEvent:
         emission = self._running[row]
@@ -195,15 +194,15 @@ class Batch:
             return event
         before = self._started[row]
         seconds = {k: s - before.get(k, 0.0) for k, s in self.state.stats.seconds.items()}
-        emission.row.stats.seconds = seconds
+        emission.occupant.stats.seconds = seconds
         self._leave(row)
         return replace(event, output=emission.output())
 
     def _leave(self, row: int) -> None:
-        occupant = self.state.rows[row]
+        occupant = self.state.occupants[row]
         assert occupant is not None
         self._held[row] = occupant.tokens
-        self.state.rows[row] = None
+        self.state.occupants[row] = None
         self._running.pop(row, None)
         self._started.pop(row, None)
 
@@ -211,11 +210,3 @@ class Batch:
 def capacity_for(emissions: Sequence[Emission]) -> int:
     """Positions to allocate for each slot of a batch of these requests."""
     return max(len(e.prompt) + min(e.remaining, _HEADROOM) for e in emissions)
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning of both."""
-    size = min(len(first), len(second))
-    if first[:size] == second[:size]:
-        return size
-    return next(i for i in range(size) if first[i] != second[i])

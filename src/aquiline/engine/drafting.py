@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aquiline.checkpoints.head_names import SHIPPED, resolve_head, shipped_head
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.lookup_first import LookupFirst
+from aquiline.drafters.mixed import LookupFirst
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
 from aquiline.targets.target import Target
@@ -168,8 +168,7 @@ def _eagle(
 def _parallel_heads(folder: Path, tree: TreePolicy | None, target: Target, path: Path | None) -> tuple[Drafter, str]:
     from aquiline.checkpoints.final_heads import final_drafter
     from aquiline.checkpoints.published_heads import published_kind, read_published_heads
-    from aquiline.drafters.hydra import Hydra
-    from aquiline.drafters.medusa import Medusa
+    from aquiline.drafters.parallel import ParallelDrafter
 
     if isinstance(tree, DynamicTree):
         raise ValueError(f"{folder} has heads that draft chains and static trees; allowed: Chain, StaticTree or None")
@@ -177,7 +176,7 @@ def _parallel_heads(folder: Path, tree: TreePolicy | None, target: Target, path:
     if kind is not None:
         heads = read_published_heads(folder, target.shape, target.dtype)
         heads.network.to(target.device)
-        return (Medusa if kind == "medusa" else Hydra)(heads, target, tree), f"{folder.name} (published {kind})"
+        return ParallelDrafter(heads, target, tree), f"{folder.name} (published {kind})"
     drafter = final_drafter(folder, target, tree)
     _check_fingerprint(folder, drafter.heads.target_fingerprint, path)
     return drafter, f"{folder.name} ({drafter.heads.config.kind})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from aquiline.decode import Row
+from aquiline.decode import Occupant
 from aquiline.engine.logprobs import token_logprobs
 from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, own_processors, sample_seed
 from aquiline.engine.stops import StopScanner
@@ -42,7 +42,7 @@ class Emission:
         self._texts: list[str] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
-        self.row = Row(
+        self.occupant = Occupant(
             tokens=prompt,
             chooser=TokenChooser(own_processors(params, len(prompt)), self.seed, len(prompt), tuple(self._ends)),
             stats=GenerationStats(prompt_tokens=len(prompt)),
@@ -92,7 +92,7 @@ class Emission:
         text = "".join(pieces)
         if text:
             self._texts.append(text)
-        self.row.stats.emitted = len(self._token_ids)
+        self.occupant.stats.emitted = len(self._token_ids)
         return StreamEvent(self.index, new, text, self.finish_reason, sample=self.sample)
 
     def _judge(self, token: int, count: int, pieces: list[str]) -> None:
@@ -133,7 +133,7 @@ class Emission:
             token_ids=self._token_ids,
             text="".join(self._texts),
             finish_reason=self.finish_reason,
-            stats=self.row.stats,
+            stats=self.occupant.stats,
             seed=self.seed,
             logprobs=self._logprobs if self.wants_logits else None,
             top_logprobs=self._top_logprobs if self.params.logprobs else None,

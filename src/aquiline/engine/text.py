@@ -167,3 +167,11 @@ def _token_id(part: object) -> int:
             f"{part!r} in the prompt is neither a message nor a token id; "
             "give a text, a list of {'role', 'content'} messages, or a list of integers"
         ) from None
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning of both."""
+    size = min(len(first), len(second))
+    if first[:size] == second[:size]:
+        return size
+    return next((i for i in range(size) if first[i] != second[i]), size)

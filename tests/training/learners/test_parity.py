@@ -19,6 +19,7 @@ from aquiline.training.learners.eagle import Example, Learner, LossSettings, bui
 from aquiline.training.loop import train
 from aquiline.training.settings import TrainSettings
 from tests import tiny
+from tests.drafters.loop import extend, rows_of
 from tests.training.tiny_training import tiny_settings, write_set, write_target
 
 TREES: list[TreePolicy] = [Chain(4), StaticTree(), DynamicTree(num_nodes=14, depth=4, top_k=3)]
@@ -48,11 +49,10 @@ def test_every_path_of_a_tree_is_what_the_unroll_says(policy: TreePolicy) -> Non
     final = compute_features(target, torch.tensor(prefix), ("final",))[None]
     drafter = EagleDrafter(head, target, policy)
     state = drafter.new_state(1, 64)
-    shifted = torch.tensor([prefix[1:]])
     first = 3  # in two pieces, as prefill and a step do
-    drafter.extend(shifted[:, :first], final[:, :first], [first], [prefix[: first + 1]], [0], state)
-    drafter.extend(shifted[:, first:], final[:, first : size - 1], [size - 1 - first], [prefix], [0], state)
-    tree = drafter.propose(torch.tensor(prefix[-1:]), [prefix], [0], state)
+    extend(drafter, state, 0, prefix[: first + 1], final[:, :first])
+    extend(drafter, state, 0, prefix, final[:, first : size - 1])
+    tree = drafter.propose(rows_of(prefix), state)
     assert tree.log_probs is not None and int(tree.num_nodes[0]) > 4
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     for node in range(1, int(tree.num_nodes[0])):

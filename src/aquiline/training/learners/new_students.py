@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.final_heads import build_final_network, write_final_heads
-from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig
+from aquiline.drafters.parallel import ParallelHeads
+from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.targets.decoder import Decoder, DecoderConfig, config_from_hf
 from aquiline.training.learners.students import HeadsStudent, SmallModelStudent, SmallNetwork, Student
 from aquiline.training.settings import TrainSettings
@@ -50,7 +51,7 @@ def new_student(settings: TrainSettings, target: Decoder, target_head: Tensor) -
             network.layers[mine].load_state_dict(target.layers[source].state_dict())
         network.norm.load_state_dict(target.norm.state_dict())
         return SmallModelStudent(network.float().train(), target, target_head)
-    heads = FinalHeadsConfig(
+    heads = ParallelConfig(
         kind=settings.kind,
         num_heads=settings.num_heads,
         hidden_size=target.shape.hidden_size,
@@ -111,7 +112,7 @@ def save_student(
         accuracies: per head and rank, as measured; empty where it was not.
     """
     if isinstance(student, HeadsStudent):
-        heads = FinalHeads(student.network, vocabulary, fingerprint)
+        heads = ParallelHeads(student.network, vocabulary, fingerprint)
         measured = tuple(tuple(round(value, 4) for value in row) for row in accuracies)
         student.network.config = replace(student.network.config, accuracies=measured)
         write_final_heads(folder, heads)

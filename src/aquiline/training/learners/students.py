@@ -14,9 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from aquiline.drafters.final_heads import FinalNetwork, LinearHead
-from aquiline.drafters.hydra import HydraNetwork
-from aquiline.drafters.medusa import MedusaNetwork
+from aquiline.drafters.parallel_network import HydraNetwork, LinearHead, MedusaNetwork, ParallelNetwork
 from aquiline.targets.decoder import Decoder, DecoderConfig
 from aquiline.targets.layers import DecoderLayer, RMSNorm, decoder_layers
 from aquiline.training.losses import distribution_loss, restricted_probs
@@ -83,7 +81,7 @@ class Student(Protocol):
         ...
 
 
-def head_modules(network: FinalNetwork) -> list[LinearHead]:
+def head_modules(network: ParallelNetwork) -> list[LinearHead]:
     """The heads of a network, by depth, with their type."""
     return cast("list[LinearHead]", list(cast(nn.ModuleList, network.heads)))
 
@@ -99,7 +97,7 @@ class HeadsStudent:
 
     first = 2
 
-    def __init__(self, network: FinalNetwork, target: Decoder, target_head: Tensor) -> None:
+    def __init__(self, network: ParallelNetwork, target: Decoder, target_head: Tensor) -> None:
         self.network, self.depths = network, network.config.num_heads
         self._target, self._target_head = target, target_head
 

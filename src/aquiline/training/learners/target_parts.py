@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.drafters.final_heads import lm_head_rows
+from aquiline.drafters.parallel import lm_head_rows
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig

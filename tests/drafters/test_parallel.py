@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from aquiline.checkpoints.final_heads import build_final_network, read_final_heads, write_final_heads
-from aquiline.drafters.final_heads import FinalHeads, FinalHeadsConfig, lm_head_rows, sparse_tree
-from aquiline.drafters.hydra import Hydra
-from aquiline.drafters.medusa import Medusa
+from aquiline.drafters.drafter import Committed
+from aquiline.drafters.parallel import ParallelDrafter, ParallelHeads, lm_head_rows, sparse_tree
+from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.sampling import SamplingParams
 from aquiline.verify import LossyRule
 from tests import tiny
-from tests.drafters.loop import Validating, assert_equal_to_plain, run
+from tests.drafters.loop import Validating, assert_equal_to_plain, rows_of, run
 from tests.drafters.overfit import heads, texts
 
-DRAFTERS = {"medusa": Medusa, "hydra": Hydra}
+KINDS = ("medusa", "hydra")
 TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)))
 
 
@@ -32,20 +32,20 @@ def target():
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=0.4, repetition_penalty=1.05)], ids=["greedy", "sampling"]
 )
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", [TREE, Chain(3), None], ids=["static", "chain", "default"])
 def test_equals_plain(target, kind, rows, params, policy):
-    drafter = Validating(DRAFTERS[kind](heads(kind), target, policy))
+    drafter = Validating(ParallelDrafter(heads(kind), target, policy))
     prompts = [prompt for prompt, _ in texts()][:rows]
     # The heads know the first 36 tokens by heart, and nothing of the rest.
     assert_equal_to_plain(target, drafter, prompts, params, budget=50)
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own", [False, True], ids=["the target's LM head", "an LM head of their own"])
 def test_a_reduced_vocabulary_equals_plain(target, kind, own):
     made = heads(kind, own_lm_head=own, drafted=70)
-    drafter = Validating(DRAFTERS[kind](made, target, TREE))
+    drafter = Validating(ParallelDrafter(made, target, TREE))
     stats = assert_equal_to_plain(target, drafter, [prompt for prompt, _ in texts()], SamplingParams(), budget=50)
     assert stats.mean_accept_length > 1.1
 
@@ -63,30 +63,32 @@ def test_rows_of_the_lm_head_are_found_where_it_is_linear(target):
     assert lm_head_rows(Capped(), ids) is None
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_that_know_the_text_are_accepted_to_their_depth(target, kind):
     """Overfit heads: almost every chain of 3 on their own text is right, so τ nears 4."""
     prompts = [prompt for prompt, _ in texts()]
-    _, stats = run(target, DRAFTERS[kind](heads(kind), target, Chain(3)), prompts, [34] * 3)
+    _, stats = run(target, ParallelDrafter(heads(kind), target, Chain(3)), prompts, [34] * 3)
     assert stats.mean_accept_length > 2.5
 
 
 def random_heads(kind, **changes):
     sizes = {"hidden_size": 48, "vocab_size": 97, "draft_vocab_size": 97}
-    config = FinalHeadsConfig(kind, **({"num_heads": 3, "num_blocks": 2, "own_lm_head": True} | sizes | changes))
+    config = ParallelConfig(kind, **({"num_heads": 3, "num_blocks": 2, "own_lm_head": True} | sizes | changes))
     torch.manual_seed(0)
     network = build_final_network(config).double().requires_grad_(False)
     for parameter in network.parameters():
         parameter.normal_(std=0.3)
-    return FinalHeads(network)
+    return ParallelHeads(network)
 
 
 def test_a_medusa_tree_is_the_product_of_the_heads_candidates(target):
     made = random_heads("medusa")
-    drafter = Medusa(made, target, TREE)
+    drafter = ParallelDrafter(made, target, TREE)
     state = drafter.new_state(2, 8)
-    drafter.extend(None, torch.randn(1, 3, 48, dtype=torch.float64), [2], [[1]], [1], state)
-    tree = drafter.propose(torch.tensor([7]), [[7]], [1], state)
+    features = torch.randn(1, 3, 48, dtype=torch.float64)
+    drafter.extend(Committed(rows_of([1, 2, 7], slots=[1]), torch.tensor([[2, 7, 0]]), features, [2]), state)
+    assert torch.equal(state.feature[1], features[0, 1])
+    tree = drafter.propose(rows_of([7], slots=[1]), state)
     best = [
         made.logits(made.network.stream(head, state.feature[1]), target).log_softmax(-1).sort(descending=True)
         for head in range(3)
@@ -95,16 +97,16 @@ def test_a_medusa_tree_is_the_product_of_the_heads_candidates(target):
         assert int(tree.tokens[0, node]) == int(best[len(path) - 1].indices[path[-1]])
         expected = sum(float(best[depth].values[rank]) for depth, rank in enumerate(path))
         assert float(tree.log_probs[0, node]) == pytest.approx(expected, abs=1e-5)
-    assert drafter.propose(torch.tensor([7]), [[7]], [1], state, 1).size == 4
-    assert drafter.propose(torch.tensor([7]), [[7]], [1], state, 0).size == 1
+    assert drafter.propose(rows_of([7], slots=[1], max_depth=1), state).size == 4
+    assert drafter.propose(rows_of([7], slots=[1], max_depth=0), state).size == 1
 
 
 def test_a_hydra_node_reads_the_tokens_on_its_path(target):
     made = random_heads("hydra")
-    drafter = Hydra(made, target, TREE)
+    drafter = ParallelDrafter(made, target, TREE)
     state = drafter.new_state(1, 8)
     state.feature[0] = torch.randn(48, dtype=torch.float64)
-    tree = drafter.propose(torch.tensor([7]), [[7]], [0], state)
+    tree = drafter.propose(rows_of([7]), state)
     node = {path: i for i, path in enumerate(TREE.paths, 1)}
     for path in ((1, 0), (0, 1, 0)):
         tokens = [7, *(int(tree.tokens[0, node[path[:d]]]) for d in range(1, len(path)))]
@@ -124,11 +126,11 @@ def test_the_sparse_tree_takes_the_likeliest_products():
 
 def test_measured_accuracies_make_the_default_tree(target):
     made = random_heads("medusa", accuracies=((0.9, 0.0), (0.9, 0.0), (0.9, 0.0)))
-    assert Medusa(made, target).policy.paths[:2] == ((0,), (1,))
-    assert (0, 0, 0) in Medusa(made, target).policy.paths
+    assert ParallelDrafter(made, target).policy.paths[:2] == ((0,), (1,))
+    assert (0, 0, 0) in ParallelDrafter(made, target).policy.paths
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own", [False, True])
 def test_files_round_trip(tmp_path, target, kind, own):
     made = random_heads(kind, own_lm_head=own, draft_vocab_size=50, accuracies=((0.5, 0.1), (0.25,), (0.0,)))
@@ -171,19 +173,19 @@ def test_refuses_files_that_are_no_heads_for_this_target(tmp_path, target, chang
 def test_refuses_what_does_not_fit(target):
     made = random_heads("medusa")
     with pytest.raises(ValueError, match="4 deep, but there are 3 heads"):
-        Medusa(made, target, Chain(4))
+        ParallelDrafter(made, target, Chain(4))
     with pytest.raises(ValueError, match="min_prob must be 0"):
-        Medusa(made, target, Chain(3, 0.1))
+        ParallelDrafter(made, target, Chain(3, 0.1))
     with pytest.raises(ValueError, match="hidden_size 32"):
-        Medusa(random_heads("medusa", hidden_size=32), target)
+        ParallelDrafter(random_heads("medusa", hidden_size=32), target)
     with pytest.raises(ValueError, match=r"static tree"):
-        Medusa(made, target, DynamicTree())
+        ParallelDrafter(made, target, DynamicTree())
 
 
 def test_typical_acceptance_is_lossy_and_a_threshold_of_one_is_exact(target):
     """Typical acceptance takes likely drafts that were not drawn; at threshold 1 nothing changes."""
     params = SamplingParams(temperature=0.8)
-    drafter = Medusa(heads("medusa"), target, TREE)
+    drafter = ParallelDrafter(heads("medusa"), target, TREE)
     prompts = [prompt for prompt, _ in texts()]
     budgets = [35, 30, 33]
     plain, _ = run(target, None, prompts, budgets, params)

@@ -1,0 +1,144 @@
+"""Two drafters in one: prompt lookup first, or both in one tree.
+
+Both wrappers take any drafter that neither needs every step nor samples; the trees of the two
+reach the target joined, without draft probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aquiline import tree as trees
+from aquiline.cache import MOST_NODES
+from aquiline.drafters.drafter import Committed, Drafter, Rows, check_wrappable
+from aquiline.drafters.lookup import PromptLookup, merge
+from aquiline.tree import DraftTree
+
+
+@dataclass(eq=False)
+class MixedState:
+    """The states of the two drafters."""
+
+    first: Any
+    second: Any
+
+
+class LookupFirst:
+    """Takes a lookup's continuation where there is one, and asks the other drafter elsewhere.
+
+    A continuation found in the text costs nothing, and after a long match it is usually right, so
+    the other drafter's network runs only where the text is new. Unlike a merged tree, a row drafts
+    from one of the two, and chains stay chains.
+
+    Args:
+        lookup: its `min_ngram` decides how long a match must be to be preferred.
+        other: the other drafter; it takes in every committed position either way.
+
+    Raises:
+        ValueError: `other` needs every step, or samples.
+    """
+
+    def __init__(self, lookup: PromptLookup, other: Drafter) -> None:
+        check_wrappable(other, "combined with prompt lookup", "use it by itself")
+        self.lookup, self.other, self.needs = lookup, other, other.needs
+
+    def new_state(self, slots: int, capacity: int) -> MixedState:
+        return MixedState(self.lookup.new_state(slots, capacity), self.other.new_state(slots, capacity))
+
+    def extend(self, committed: Committed, state: MixedState) -> None:
+        self.lookup.extend(committed, state.first)
+        self.other.extend(committed, state.second)
+
+    def propose(self, rows: Rows, state: MixedState) -> DraftTree:
+        found = self.lookup.propose(rows, state.first)
+        missing = [i for i, count in enumerate(found.num_nodes.tolist()) if count == 1]
+        if not missing:
+            return found
+        drafted = self.other.propose(rows.pick(missing), state.second)
+        return drafted if len(missing) == len(rows.slots) else _joined(found, drafted, missing)
+
+    def copy(self, source: int, slot: int, length: int, state: MixedState) -> None:
+        self.lookup.copy(source, slot, length, state.first)
+        self.other.copy(source, slot, length, state.second)
+
+    def reset(self, slot: int, length: int, state: MixedState) -> None:
+        self.lookup.reset(slot, length, state.first)
+        self.other.reset(slot, length, state.second)
+
+
+class Merged:
+    """Drafts the union of two drafters' trees: what both propose is one node.
+
+    A head knows how the target writes, a lookup knows what the text says; together they cost one
+    forward.
+
+    Args:
+        first: a drafter; may need target features.
+        second: another one that needs no features, or the same ones.
+        num_nodes: most nodes including the root, ≥ 2; the first drafter's come first. None: as
+            many as fit at the end of a context.
+
+    Raises:
+        ValueError: a drafter that needs every step or samples, features that differ, `num_nodes`
+            out of range.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, num_nodes: int | None = None) -> None:
+        for part in (first, second):
+            check_wrappable(part, "merged", "use it by itself")
+        if second.needs.features not in ((), first.needs.features):
+            raise ValueError(
+                f"the merged drafters need different target features ({first.needs.features} and "
+                f"{second.needs.features}); give the one that needs none as the second"
+            )
+        num_nodes = MOST_NODES if num_nodes is None else num_nodes
+        if not 2 <= num_nodes <= MOST_NODES:
+            raise ValueError(f"merged: num_nodes is {num_nodes}; allowed: 2 … {MOST_NODES}")
+        self.first, self.second, self.num_nodes, self.needs = first, second, num_nodes, first.needs
+
+    def new_state(self, slots: int, capacity: int) -> MixedState:
+        return MixedState(self.first.new_state(slots, capacity), self.second.new_state(slots, capacity))
+
+    def extend(self, committed: Committed, state: MixedState) -> None:
+        self.first.extend(committed, state.first)
+        self.second.extend(committed, state.second)
+
+    def propose(self, rows: Rows, state: MixedState) -> DraftTree:
+        """The union has no log-probabilities: a lookup knows none."""
+        both = (self.first.propose(rows, state.first), self.second.propose(rows, state.second))
+        packed = []
+        for row, token in enumerate(rows.roots):
+            tokens, parents = merge(token, [path for tree in both for path in _paths(tree, row)])
+            packed.append((tokens[: self.num_nodes], parents[: self.num_nodes]))
+        return trees.from_lists(packed)
+
+    def copy(self, source: int, slot: int, length: int, state: MixedState) -> None:
+        self.first.copy(source, slot, length, state.first)
+        self.second.copy(source, slot, length, state.second)
+
+    def reset(self, slot: int, length: int, state: MixedState) -> None:
+        self.first.reset(slot, length, state.first)
+        self.second.reset(slot, length, state.second)
+
+
+def _joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> DraftTree:
+    """The rows of `found`, those in `missing` replaced by the rows of `drafted`."""
+    rows = []
+    for tree in (found, drafted):
+        counts = tree.num_nodes.tolist()
+        pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), counts, strict=True)
+        rows.append([(tokens[:count], parents[:count]) for tokens, parents, count in pairs])
+    for i, row in zip(missing, rows[1], strict=True):
+        rows[0][i] = row
+    return trees.from_lists(rows[0])
+
+
+def _paths(tree: DraftTree, row: int) -> list[list[int]]:
+    """The tokens of every node's path below the root, in node order."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    paths: list[list[int]] = [[]]
+    for node in range(1, int(tree.num_nodes[row])):
+        paths.append([*paths[parents[node]], tokens[node]])
+    return paths[1:]
