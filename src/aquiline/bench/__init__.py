@@ -1,1 +1,1 @@
-"""Measuring: methods side by side on tasks, the papers' findings, and tuning for one's own prompts."""
+"""Benchmarks of all methods side by side, and tuning on a user's prompts."""

@@ -1,4 +1,4 @@
-"""What a forward of the target costs, by the number of tokens in it."""
+"""Measures the cost of a target forward by its number of tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from aquiline.cache import commit
 from aquiline.targets.target import Target
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tokens per forward that are timed."""
+"""Numbers of tokens per forward that are timed."""
 
 CONTEXT = 256
-"""Committed tokens that the timed forwards look back on."""
+"""Committed tokens before the timed forwards."""
 
 
 @torch.inference_mode()
 def cost_curve(
     target: Target, sizes: Sequence[int] = SIZES, *, rows: int = 1, context: int = CONTEXT, repeats: int = 15
 ) -> list[dict[str, float]]:
-    """Seconds of a forward of M tokens a row, on top of `context` committed ones.
+    """Measures the seconds of a forward of M tokens per row after `context` committed tokens.
 
-    The sizes take turns, so that a slow moment of the machine hits all of them; the median counts.
+    The sizes take turns, so that a slow moment of the machine affects all of them; the median counts.
 
     Returns:
         ``{"tokens": M, "seconds": median, "low": 10th percentile, "high": 90th}`` per size.
@@ -42,7 +42,7 @@ def cost_curve(
     draft = torch.randint(0, vocabulary, (rows, max(sizes)), generator=generator).to(device)
 
     def forward(size: int) -> None:
-        # Nothing is committed, so every forward meets the same cache.
+        # Nothing is committed, so every forward sees the same cache.
         target.forward(draft[:, :size], positions[:, context : context + size], None, cache, slots)
 
     return _interleaved(dict.fromkeys(sizes, forward), repeats, device)
@@ -66,7 +66,7 @@ def _interleaved(work: dict[int, Callable[[int], None]], repeats: int, device: t
 
 
 def seconds_at(curve: Sequence[dict[str, float]], tokens: float) -> float:
-    """The curve at any number of tokens: linear between its points, flat before, extended after."""
+    """Interpolates the curve: linear between its points, constant before, extrapolated after."""
     points = sorted((point["tokens"], point["seconds"]) for point in curve)
     if tokens <= points[0][0] or len(points) == 1:
         return points[0][1]

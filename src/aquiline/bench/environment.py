@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""Describes the machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aquiline.bench.methods import Bed
 
 
 def environment(bed: Bed) -> dict[str, Any]:
-    """Hardware, versions, threads and dtype, as JSON-able values."""
+    """Returns hardware, versions, threads and dtype as JSON-serialisable values."""
     device = torch.device(bed.target.device)
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -61,7 +61,7 @@ def _total_memory() -> int | None:
 
 
 def environment_line(results: Mapping[str, Any]) -> str:
-    """What it was measured on, in one line."""
+    """Formats the environment of a run in one line."""
     e = results["environment"]
     spread = e["plain_spread"]
     noise = f"; plain runs of a prompt differ by {spread['median']:.1%} (median)" if spread["pairs"] else ""

@@ -1,4 +1,4 @@
-"""The other reference: `generate` of transformers on the same weights."""
+"""The second reference: transformers' `generate` on the same weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 @dataclass(frozen=True)
 class HfRun:
-    """What one call of `generate` did.
+    """Result of one call of `generate`.
 
     Attributes:
         outputs: per row, new token ids up to and including the end token.
-        seconds: of the call.
-        token_seconds: when each token came, from the call on (of all rows together).
+        seconds: duration of the call.
+        token_seconds: seconds from the call to each token (of all rows together).
     """
 
     outputs: list[list[int]]
@@ -27,11 +27,11 @@ class HfRun:
 
 
 def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model in a target's folder as transformers runs it."""
+    """Loads the model in a target's folder with transformers."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-    model.generation_config = GenerationConfig()  # settings come with the call, nothing from the folder
+    model.generation_config = GenerationConfig()  # use the call's settings, not the folder's
     return model
 
 
@@ -44,7 +44,7 @@ def run_hf(
     seed: int,
     end_ids: Sequence[int],
 ) -> HfRun:
-    """Generates; rows of different lengths are padded on the left, as transformers wants it."""
+    """Generates; pads rows of different lengths on the left, as transformers requires."""
     width = max(len(prompt) for prompt in prompts)
     pad = end_ids[0] if end_ids else 0
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
@@ -71,7 +71,7 @@ def run_hf(
 
 
 class _Clock:
-    """A stopping criterion that never stops and notes when it was asked: once per token."""
+    """A stopping criterion that never stops and records the time of each call, one per token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -82,7 +82,7 @@ class _Clock:
 
 
 def _cut(tokens: list[int], end_ids: Sequence[int]) -> list[int]:
-    """Up to the first end token; what follows is padding."""
+    """Cuts after the first end token; the rest is padding."""
     for i, token in enumerate(tokens):
         if token in end_ids:
             return tokens[: i + 1]

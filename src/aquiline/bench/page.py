@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else."""
+"""Renders the report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Cell = Mapping[str, Any]
 
 
 def render_html(results: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Returns the page as HTML."""
     title = f"{results['environment']['target']}: methods side by side"
     body = [f"<h1>{escape(title)}</h1>", f'<p class="dim">{escape(environment_line(results))}</p>']
     for temperature in results["settings"]["temperatures"]:
@@ -145,7 +145,7 @@ PHASES = ("prefill", "draft", "target", "accept", "commit", "extend", "other")
 
 
 def _detail_tables(cells: Sequence[Cell]) -> list[str]:
-    """Where the time goes, and n-α of the chains, over all tasks."""
+    """Returns tables of the time per phase and of the chains' n-α, over all tasks."""
     whole = [c for c in cells if c["task"] == "all"]
     split = [[c["method"], *(f"{c['phases'].get(p, 0.0):.1%}" for p in PHASES)] for c in whole if c["phases"]]
     chains = [c for c in whole if c.get("alpha")]
@@ -185,7 +185,7 @@ def _row(c: Cell) -> list[str]:
 
 
 def interval(value: Mapping[str, float] | None, digits: int, unit: str = "") -> str:
-    """A median with its interval."""
+    """Formats a median with its interval."""
     if value is None:
         return "–"
     return f"{value['median']:.{digits}f}{unit} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: no plotting package, no script, nothing fetched."""
+"""Charts as inline SVG, without a plotting package, scripts or downloads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-# Okabe and Ito's colours, told apart by most colour-blind readers, and darker twins of them.
+# Okabe and Ito's colours, which most colour-blind readers can distinguish, and darker versions.
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8f7a00",
     "#7e5bd6", "#1fa8a0", "#a6324a", "#7f7f7f", "#8c564b", "#9ccc3c",
@@ -39,8 +39,8 @@ class Series:
     """Points of one method.
 
     Attributes:
-        label: in the legend.
-        points: in order of x.
+        label: legend entry.
+        points: sorted by x.
         colour: CSS colour.
     """
 
@@ -54,13 +54,13 @@ class Axes:
     """The frame of a chart.
 
     Attributes:
-        title: what it shows, for readers that do not see it.
-        x_label: under the axis.
-        y_label: beside the axis.
+        title: description for screen readers.
+        x_label: label of the x axis.
+        y_label: label of the y axis.
         groups: names on the x axis; empty for a numeric axis.
         guide: y of a dashed line ("no gain"), or None.
         diagonal: draw y = x.
-        y_max: end of the y axis, or None for what the values need.
+        y_max: end of the y axis; None fits the values.
     """
 
     title: str
@@ -73,7 +73,7 @@ class Axes:
 
 
 def bar_chart(axes: Axes, series: Sequence[Series]) -> str:
-    """Bars side by side for each group, with their intervals."""
+    """Draws grouped bars with their intervals."""
     top = _top(axes, series)
     slot = (WIDTH - LEFT - RIGHT) / max(len(axes.groups), 1)
     wide = slot * 0.86 / max(len(series), 1)
@@ -96,7 +96,7 @@ def bar_chart(axes: Axes, series: Sequence[Series]) -> str:
 
 
 def line_chart(axes: Axes, series: Sequence[Series]) -> str:
-    """Lines through points on a numeric x axis, with their intervals."""
+    """Draws lines through points on a numeric x axis, with their intervals."""
     top = _top(axes, series)
     xs = [point.x for one in series for point in one.points] or [0.0, 1.0]
     first, last = (0.0, 1.0) if axes.diagonal else (min(xs), max(xs))
@@ -175,7 +175,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _ticks(first: float, last: float) -> list[float]:
-    """Four to nine round numbers from `first` to `last`."""
+    """Returns four to nine round numbers from `first` to `last`."""
     span = last - first
     power = 10 ** math.floor(math.log10(span / 5)) if span > 0 else 1.0
     step = next((power * m for m in (1, 2, 5, 10) if span / (power * m) <= 8), power)

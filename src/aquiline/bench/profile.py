@@ -1,4 +1,4 @@
-"""An acceptance profile: what smaller trees would have done where a large one was verified."""
+"""An acceptance profile: predicts smaller trees from the verification of a large one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Profile:
             minus the depth, so that shallower nodes come first.
         depth: levels below the root.
         rank: largest rank among siblings on the path to the node.
-        accepted: the text ran through the node.
+        accepted: whether the text continued through the node.
     """
 
     score: Floats
@@ -42,13 +42,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step costs besides the target's forward.
+    """Costs of the parts of a step.
 
     Attributes:
         curve: seconds of the target's forward by number of tokens, see `cost_curve`.
-        narrow: seconds that the drafter needs for a level of one node.
-        wide: seconds for a level of `width` nodes.
-        width: of the wide level.
+        narrow: seconds of the drafter for a level of one node.
+        wide: seconds of the drafter for a level of `width` nodes.
+        width: number of nodes of the wide level.
         rest: seconds of accepting, committing and everything else.
     """
 
@@ -59,20 +59,20 @@ class Costs:
     rest: float
 
     def level(self, nodes: int) -> float:
-        """Seconds of a level of `nodes` nodes, linear between the two measured ones."""
+        """Interpolates the seconds of a level of `nodes` nodes between the two measured levels."""
         share = (nodes - 1) / (self.width - 1) if self.width > 1 else 0.0
         return self.narrow + (self.wide - self.narrow) * share
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a policy is expected to do.
+    """Expected performance of a tree policy.
 
     Attributes:
-        policy: the tree.
+        policy: the tree policy.
         tokens_per_step: τ.
         nodes: mean drafted nodes.
-        seconds_per_step: of the whole step.
+        seconds_per_step: seconds of a whole step.
     """
 
     policy: Chain | DynamicTree
@@ -82,12 +82,12 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Expected rate of decoding."""
+        """Expected decoding speed."""
         return self.tokens_per_step / self.seconds_per_step
 
 
 def make_profile(steps: Sequence[Step]) -> Profile:
-    """Turns recorded steps into arrays."""
+    """Converts recorded steps to arrays."""
     width = max((int(step.tree.num_nodes[step.index]) for step in steps), default=1)
     shape = (len(steps), max(width - 1, 1))
     score = np.full(shape, -np.inf)
@@ -115,9 +115,9 @@ def make_profile(steps: Sequence[Step]) -> Profile:
 
 
 def predict(profile: Profile, costs: Costs, policy: Chain | DynamicTree) -> Prediction:
-    """What `policy` would have drafted of the recorded trees, and what its steps would have cost.
+    """Predicts the drafts of `policy` within the recorded trees, and the cost of its steps.
 
-    It sees only what the recorded trees hold: policies must not be larger than the recorded one.
+    The policy must not be larger than the recorded one, whose nodes are all that is known.
     """
     top_k = 1 if isinstance(policy, Chain) else policy.top_k
     limit = policy.depth if isinstance(policy, Chain) else policy.num_nodes - 1
@@ -131,7 +131,7 @@ def predict(profile: Profile, costs: Costs, policy: Chain | DynamicTree) -> Pred
     nodes = kept.sum(axis=1)
     levels = np.where(kept, profile.depth, 0).max(axis=1)
     target = np.mean([seconds_at(costs.curve, 1 + count) for count in nodes.tolist()])
-    # The root's level always runs; the deepest level's children are not computed.
+    # The root's level always runs; children of the deepest level are not computed.
     first = costs.level(1)
     fed = np.minimum(levels, policy.depth - 1).mean()
     seconds = float(target) + first + fed * costs.level(top_k) + costs.rest
@@ -139,7 +139,7 @@ def predict(profile: Profile, costs: Costs, policy: Chain | DynamicTree) -> Pred
 
 
 def candidates(largest: DynamicTree) -> list[Chain | DynamicTree]:
-    """Chains and dynamic trees up to the size of the recorded one."""
+    """Returns chains and dynamic trees up to the size of the recorded one."""
     floors = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
     found: list[Chain | DynamicTree] = [
         Chain(depth, floor) for depth in range(1, largest.depth + 1) for floor in floors

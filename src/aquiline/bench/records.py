@@ -1,4 +1,4 @@
-"""Raw measurements: one record per method, question and turn, in a log that a kill cannot spoil."""
+"""Raw measurements: one record per method, question and turn, in a log that survives a kill."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """One generation of one method: a question's turn, or a group of questions as one batch.
+    """One generation of one method: a turn of one question, or of a batch of questions.
 
     Attributes:
         method: label of the method.
-        task: the questions' task.
-        questions: ids of the questions, one for each row of the batch.
-        turn: which turn, from 0.
-        temperature: of the run.
+        task: task of the questions.
+        questions: ids of the questions, one per row of the batch.
+        turn: index of the turn, from 0.
+        temperature: sampling temperature.
         batch: rows decoded together.
         repeat: 0, or 1 for the second run of plain decoding.
         prompt_tokens: per row, length of the prompt.
         outputs: per row, emitted token ids.
-        finish_reasons: per row.
+        finish_reasons: per row, see `GenerationOutput`.
         seconds: from the call to the last token, prefill included.
         first_token_seconds: per row, from the call to its first token.
-        gaps: per row, [seconds since the row's last tokens, tokens emitted] for each later step.
-        phases: phase → seconds; of the row that was longest in its phase where batch > 1.
+        gaps: per row, [seconds since the row's previous tokens, tokens emitted] for each later step.
+        phases: phase → seconds; if batch > 1, of the row that spent the longest in the phase.
         steps: target forwards that verified a tree, summed over rows.
-        nodes: drafted nodes that were forwarded.
+        nodes: drafted nodes that the target computed.
         accepted: accepted drafts.
         offered_at: steps whose tree had a node at depth d + 1 below an accepted one.
         accepted_at: steps that accepted a node at depth d + 1.
         calibration: per bin of the draft's confidence: [judged nodes, sum of confidences, accepted];
-            empty where the method states no confidence.
-        memory: bytes of resident memory, or of the device: before, and at the peak of the run;
-            empty where the system does not tell.
+            empty for methods without confidences.
+        memory: bytes of resident or device memory, before and at the peak of the run; empty if the
+            system does not report them.
     """
 
     method: str
@@ -74,7 +74,7 @@ class Record:
 
 
 def record_json(record: Record) -> dict[str, Any]:
-    """As JSON-able values; seconds to the microsecond."""
+    """Converts a record to JSON-serialisable values, with seconds rounded to microseconds."""
     values = asdict(record)
     values["seconds"] = round(record.seconds, 6)
     values["first_token_seconds"] = [round(s, 6) for s in record.first_token_seconds]
@@ -93,17 +93,17 @@ def record_from_json(values: Mapping[str, Any]) -> Record:
 
 
 class RunLog:
-    """JSON lines, written whole, in a folder that belongs to one set of settings.
+    """JSON lines, each written in one piece, for one set of settings.
 
-    The first line holds the settings; opening an existing log with others is refused. A last line
-    without its newline, the trace of a kill, is cut off.
+    The first line holds the settings; opening a log with different settings is an error. A last line
+    without a newline comes from a killed run and is dropped.
 
     Args:
-        path: the file; made if it is not there.
-        settings: JSON-able settings that the results depend on.
+        path: the file; created if missing.
+        settings: JSON-serialisable settings that determine the results.
 
     Raises:
-        ValueError: the log is of other settings (says which), or has a line that is no record.
+        ValueError: if the log has different settings (named), or a line that is not a record.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -136,22 +136,21 @@ class RunLog:
         changed = [f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in {**old, **new} if old.get(k) != new.get(k)]
         if changed:
             raise ValueError(
-                f"{self.path} holds a run with other settings ({'; '.join(changed)}); "
-                "choose another output folder, or repeat the settings to resume it"
+                f"{self.path} holds a run with different settings ({'; '.join(changed)}); "
+                "choose another output folder, or use its settings to resume it"
             )
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Adds an entry; it is on the disk when this returns."""
+        """Adds an entry; it is on disk when this returns."""
         entry = {"kind": kind, **values}
         self.entries.append(entry)
         self._write(entry)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The entries of a kind, without their kind."""
+        """Returns the entries of a kind, without their `kind` field."""
         return [{k: v for k, v in e.items() if k != "kind"} for e in self.entries if e.get("kind") == kind]
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
     def _write(self, entry: Mapping[str, Any]) -> None:

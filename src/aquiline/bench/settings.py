@@ -1,4 +1,4 @@
-"""Settings of a benchmark run, checked when they are made, and the presets."""
+"""Validated settings of a benchmark run, and the presets."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ QUICK_METHODS = ("plain", "hf", "auto", "prompt-lookup", "medusa", "eagle3:chain
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """A run.
+    """Settings of a benchmark run.
 
     Attributes:
         target: alias, folder, GGUF file or hub id.
-        methods: see `aquiline.bench.methods.METHODS`; plain decoding always runs. A method that
-            lacks its head is an error.
-        try_methods: methods that run where their heads are there, and are listed as not run
-            where not.
+        methods: see `aquiline.bench.methods.METHODS`; plain decoding always runs. A missing head is
+            an error.
+        try_methods: methods to run if their heads exist; otherwise they are listed as not run.
         questions: folders or files of questions; empty: the embedded set.
         tasks: tasks to run; empty: all.
-        per_task: questions of each task, or None for all.
-        max_new_tokens: budget of an answer.
-        temperatures: each is a run of its own.
-        batch_sizes: rows decoded together; sizes above 1 run on `batch_task` alone, first turns.
-        batch_task: task for the larger batches; None: MT-bench, else the first one.
+        per_task: questions per task; None: all.
+        max_new_tokens: upper bound on tokens per answer.
+        temperatures: each runs separately.
+        batch_sizes: rows decoded together; sizes above 1 run only the first turns of `batch_task`.
+        batch_task: task for the larger batches; None: MT-bench, else the first task.
         heads: (kind, folder) pairs, for heads that do not ship.
-        dtype: of the weights; None: what is fast here.
+        dtype: dtype of the weights; None: the fastest on this machine.
         device: where the target runs.
         threads: CPU threads; None: PyTorch's choice.
-        seed: of sampled answers.
-        output: folder for results; a run that was cut off there is resumed.
-        cost_curve: time the target's forward by its number of tokens.
-        reference_every: transformers' `generate` and plain decoding's second run, which only scale
-            and qualify the other numbers, take part in every n-th single question each, in turn.
+        seed: seed of sampled answers.
+        output: folder for results; an interrupted run there is resumed.
+        cost_curve: measure the cost of the target's forward by its number of tokens.
+        reference_every: run transformers' `generate` and plain decoding's second run, which scale and
+            qualify the other numbers, only on every n-th single question each, in turn.
     """
 
     target: str = "smollm2"
@@ -88,7 +87,7 @@ class BenchSettings:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {"try_methods": QUICK_METHODS, "per_task": 2, "max_new_tokens": 48, "batch_sizes": (1, 4)},
-    # Ten questions make two whole batches of five, the embedded five make one: none is decoded twice.
+    # Ten questions fill two batches of five, the five embedded ones fill one: none is decoded twice.
     "standard": {"batch_sizes": (1, 5), "reference_every": 2},
     "full": {
         "per_task": None,
@@ -101,5 +100,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def identity(settings: BenchSettings) -> dict[str, Any]:
-    """What a resumed run must share with the run it resumes."""
+    """Returns the settings that a resumed run must share with the original."""
     return {name: value for name, value in asdict(settings).items() if name != "output"}

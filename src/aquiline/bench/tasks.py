@@ -1,8 +1,8 @@
-"""Questions to measure on: the papers' tasks, a user's files, or the embedded set.
+"""Reads questions: the papers' tasks, a user's files, or the embedded set.
 
 The format is that of EAGLE's and Spec-Bench's question files: JSON lines with ``question_id``,
-``category`` and ``turns``. A line with ``prompt`` in place of ``turns`` and plain text with one
-prompt a line are read too.
+``category`` and ``turns``. Lines with ``prompt`` instead of ``turns``, and plain text with one prompt
+per line, are accepted too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 EMBEDDED = Path(__file__).parent / "prompts"
-"""Own-written questions, five for each of the six tasks of the papers."""
+"""Our own questions, five for each of the papers' six tasks."""
 
 TITLES = {
     "mt_bench": "MT-bench",
@@ -27,7 +27,7 @@ TITLES = {
     "translation": "Translation",
     "rag": "RAG",
 }
-"""Task → how the papers call it, in their order; a user's file is a task of its own name."""
+"""Task → its title, in the papers' order; a user's file becomes a task named after the file."""
 
 _ALIASES = {
     "mtbench": "mt_bench",
@@ -41,7 +41,7 @@ _ALIASES = {
 }
 _MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _MIXED = ("spec_bench", "question")
-"""Names of files that hold several tasks, told apart by category (Spec-Bench)."""
+"""Names of files that hold several tasks, distinguished by category (Spec-Bench)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Question:
 
 
 def task_name(name: str) -> str:
-    """The name that a task is known by here: "MT-bench" → "mt_bench", "cnn-dm" → "sum"."""
+    """Normalises a task's name: "MT-bench" → "mt_bench", "cnn-dm" → "sum"."""
     plain = name.strip().lower().replace("-", "_").replace(" ", "_").replace("/", "_")
     return _ALIASES.get(plain, plain)
 
@@ -72,14 +72,14 @@ def load_questions(
 
     Args:
         sources: folders (``TASK.jsonl``, ``TASK/question.jsonl``) and files (.jsonl, .txt);
-            none means the embedded set.
-        tasks: tasks to keep; none means all that there are.
-        per_task: at most so many questions of each, spread evenly over the file: question files
-            are sorted by category.
+            empty means the embedded set.
+        tasks: tasks to keep; empty means all.
+        per_task: upper bound on questions per task, spread evenly over the file, because question
+            files are sorted by category.
 
     Raises:
-        ValueError: a missing or malformed file (line, reason), an unknown task (lists what there
-            is), one question in two files, or no question at all.
+        ValueError: for a missing or malformed file (with line and reason), an unknown task (lists the
+            known ones), a question in two files, or no question at all.
     """
     if per_task is not None and per_task < 1:
         raise ValueError(f"questions per task is {per_task}; allowed: ≥ 1")
@@ -87,21 +87,21 @@ def load_questions(
     origin: dict[tuple[str, str], Path] = {}
     for file in _files(sources or (EMBEDDED,)):
         for question in _read_file(file):
-            # Results are kept by task and id: the second question would be given the first one's.
+            # Results are stored by task and id: the second question would get the first one's results.
             first = origin.setdefault((question.task, question.id), file)
             if first is not file:
                 raise ValueError(
-                    f"question {question.id} of task {question.task} is in {first} and in {file}; leave one file out, "
-                    "or rename it, which makes it a task of its own"
+                    f"question {question.id} of task {question.task} is in {first} and in {file}; omit one file, or "
+                    "rename it, which makes it a separate task"
                 )
             found.setdefault(question.task, []).append(question)
     wanted = [task_name(task) for task in tasks] or _ordered(found)
     for task, given in zip(wanted, tasks or wanted, strict=True):
         if task not in found:
-            raise ValueError(f"unknown task {given!r}; there are: {', '.join(_ordered(found)) or 'none'}")
+            raise ValueError(f"unknown task {given!r}; allowed: {', '.join(_ordered(found)) or 'none'}")
     chosen = [q for task in dict.fromkeys(wanted) for q in _spread(found[task], per_task)]
     if not chosen:
-        raise ValueError(f"no questions in {', '.join(map(str, sources))}; give a folder or file that has some")
+        raise ValueError(f"no questions in {', '.join(map(str, sources))}; give a folder or file with questions")
     return chosen
 
 
@@ -123,7 +123,7 @@ def _files(sources: Sequence[str | Path]) -> list[Path]:
         if path.is_dir():
             here = sorted(path.glob("*.jsonl")) + sorted(path.glob("*/question.jsonl"))
             if not here:
-                raise ValueError(f"{path} has no question file; expected TASK.jsonl or TASK/question.jsonl in it")
+                raise ValueError(f"{path} has no question file; give a folder with TASK.jsonl or TASK/question.jsonl")
             files += here
         elif path.is_file():
             files.append(path)
@@ -168,7 +168,7 @@ def _parse(line: str, number: int, name: str, plain_text: bool) -> Question:
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise ValueError("turns must be a list of one or more non-empty texts")
     for turn in turns:
-        turn.encode("utf-8")  # half of a surrogate pair, which JSON can hold, is no text
+        turn.encode("utf-8")  # JSON can hold half of a surrogate pair, which is not text
     task = _task_of(record) if name in _MIXED else name
     return Question(task, str(record.get("question_id", number)), tuple(turns))
 
@@ -180,5 +180,5 @@ def _task_of(record: dict[str, Any]) -> str:
     task = task_name(category)
     if task not in TITLES:
         known = ", ".join((*_MT_BENCH_CATEGORIES, *TITLES))
-        raise ValueError(f"category {category!r} names no task; allowed: {known}")
+        raise ValueError(f"category {category!r} is not a task; allowed: {known}")
     return task

@@ -1,1 +1,1 @@
-"""Target files: from what a user names to a folder with weights."""
+"""Target files: resolves a name to a folder with weights."""

@@ -1,1 +1,1 @@
-"""From conversations to a trained draft head: data, features, losses, the training loop."""
+"""Training of draft heads: data, features, losses, the training loop."""

@@ -1,1 +1,1 @@
-"""From conversations to training sets."""
+"""Turns conversations into training sets."""
