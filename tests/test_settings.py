@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aquiline.checks import check_settings, explanation, meanings, setting
-from aquiline.cli import build_parser
+from aquiline.cli import COMMANDS, build_parser
 from aquiline.commands.common import add_setting_options, given_settings
 
 
@@ -62,7 +62,7 @@ def test_options_become_settings() -> None:
     assert "5% of them" in " ".join(parser.format_help().split())
 
 
-@pytest.mark.parametrize("command", ["train"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_what_it_does(command: str) -> None:
     parser = build_parser(command)
     choices: Any = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices

@@ -192,7 +192,7 @@ def test_bad_settings(tmp_path: Path, bed: Bed) -> None:
     trainer = Trainer()
     for change, reason in (
         ({"tasks": ("chess",)}, "unknown task 'chess'"),
-        ({"batch_sizes": (0,)}, "batch sizes are"),
+        ({"batch_sizes": (0,)}, r"batch_sizes is \(0,\)"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ):
         with pytest.raises(ValueError, match=reason):

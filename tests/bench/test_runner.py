@@ -265,8 +265,8 @@ def test_methods_are_built_with_their_settings() -> None:
     ("change", "reason"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperatures": ()}, "temperatures are"),
-        ({"batch_sizes": (0,)}, "batch sizes are"),
+        ({"temperatures": ()}, r"temperatures is \(\)"),
+        ({"batch_sizes": (0,)}, r"batch_sizes is \(0,\)"),
         ({"per_task": 0}, "per_task is 0"),
         ({"threads": 0}, "threads is 0"),
         ({"reference_every": 0}, "reference_every is 0"),

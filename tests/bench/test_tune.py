@@ -16,7 +16,8 @@ from aquiline.bench.methods import Bed, Method
 from aquiline.bench.profile import Costs, candidates, make_profile, predict
 from aquiline.bench.recorder import Recorder, Step
 from aquiline.bench.records import Record
-from aquiline.bench.tune import LARGEST, TuneSettings, tune
+from aquiline.bench.settings import TuneSettings
+from aquiline.bench.tune import LARGEST, tune
 from aquiline.bench.tune_sources import Source, find_sources
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.final_heads import write_final_heads

@@ -1,10 +1,13 @@
-"""Validated settings of a benchmark run, and the presets."""
+"""Settings of benchmarks and of tuning: each is checked, shown by ``--help`` and written once, here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from aquiline.checks import check_settings, check_value, setting
 
 ALL_METHODS = (
     "plain",
@@ -24,67 +27,6 @@ ALL_METHODS = (
 QUICK_METHODS = ("plain", "hf", "auto", "prompt-lookup", "medusa", "eagle3:chain", "eagle3:dynamic")
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """Settings of a benchmark run.
-
-    Attributes:
-        target: alias, folder, GGUF file or hub id.
-        methods: see `aquiline.bench.methods.METHODS`; plain decoding always runs. A missing head is
-            an error.
-        try_methods: methods to run if their heads exist; otherwise they are listed as not run.
-        questions: folders or files of questions; empty: the embedded set.
-        tasks: tasks to run; empty: all.
-        per_task: questions per task; None: all.
-        max_new_tokens: upper bound on tokens per answer.
-        temperatures: each runs separately.
-        batch_sizes: rows decoded together; sizes above 1 run only the first turns of `batch_task`.
-        batch_task: task for the larger batches; None: MT-bench, else the first task.
-        heads: (kind, folder) pairs, for heads that do not ship.
-        dtype: dtype of the weights; None: the fastest on this machine.
-        device: where the target runs.
-        threads: CPU threads; None: PyTorch's choice.
-        seed: seed of sampled answers.
-        output: folder for results; an interrupted run there is resumed.
-        cost_curve: measure the cost of the target's forward by its number of tokens.
-        reference_every: run transformers' `generate` and plain decoding's second run, which scale and
-            qualify the other numbers, only on every n-th single question each, in turn.
-    """
-
-    target: str = "smollm2"
-    methods: tuple[str, ...] = ()
-    try_methods: tuple[str, ...] = ALL_METHODS
-    questions: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    per_task: int | None = 10
-    max_new_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0,)
-    batch_sizes: tuple[int, ...] = (1,)
-    batch_task: str | None = None
-    heads: tuple[tuple[str, str], ...] = ()
-    dtype: str | None = None
-    device: str = "cpu"
-    threads: int | None = None
-    seed: int = 0
-    output: str = "bench-results"
-    cost_curve: bool = True
-    reference_every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; allowed: ≥ 1")
-        if not self.temperatures or not min(self.temperatures) >= 0:
-            raise ValueError(f"temperatures are {self.temperatures}; allowed: one or more numbers ≥ 0")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"batch sizes are {self.batch_sizes}; allowed: one or more integers ≥ 1")
-        if self.per_task is not None and self.per_task < 1:
-            raise ValueError(f"per_task is {self.per_task}; allowed: ≥ 1, or None for all questions")
-        if self.reference_every < 1:
-            raise ValueError(f"reference_every is {self.reference_every}; allowed: ≥ 1")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads is {self.threads}; allowed: ≥ 1")
-
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {"try_methods": QUICK_METHODS, "per_task": 2, "max_new_tokens": 48, "batch_sizes": (1, 4)},
     # Ten questions fill two batches of five, the five embedded ones fill one: none is decoded twice.
@@ -97,6 +39,91 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Preset → fields of `BenchSettings`: about 3 minutes, about 40, and hours on two cores."""
+
+
+def _by_preset(name: str, usual: Any) -> str:
+    """A default in words: that of the standard run, and where --quick and --full differ from it."""
+
+    def words(preset: str) -> str:
+        value = PRESETS[preset].get(name, usual)
+        numbers = value if isinstance(value, tuple) else (value,)
+        return " ".join("all" if number is None else f"{number:g}" for number in numbers)
+
+    others = (f"{words(preset)} with --{preset}" for preset in ("quick", "full") if words(preset) != words("standard"))
+    return "; ".join((words("standard"), *others))
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """A run of the benchmark."""
+
+    target: str = setting("smollm2", "alias, folder, GGUF file or hub id of the target")
+    methods: tuple[str, ...] = setting(
+        (), "measure these methods beside plain decoding; one whose head is missing is an error", shown="all available"
+    )
+    try_methods: tuple[str, ...] = setting(ALL_METHODS, "methods that are skipped where their heads are missing")
+    questions: tuple[str, ...] = setting((), "folders or files of questions", shown="the embedded set")
+    tasks: tuple[str, ...] = setting((), "measure on these tasks", shown="all")
+    per_task: int | None = setting(
+        10, "questions of each task", unit="questions", allowed="≥ 1", shown=_by_preset("per_task", 10)
+    )
+    max_new_tokens: int = setting(
+        128, "upper bound on an answer", unit="tokens", allowed="≥ 1", shown=_by_preset("max_new_tokens", 128)
+    )
+    temperatures: tuple[float, ...] = setting(
+        (0.0,), "sampling temperatures, each measured on its own; 0 is greedy", allowed="≥ 0",
+        shown=_by_preset("temperatures", (0.0,)),
+    )  # fmt: skip
+    batch_sizes: tuple[int, ...] = setting(
+        (1,), "requests decoded together; sizes above 1 run on --batch-task alone, first turns", unit="requests",
+        allowed="≥ 1", shown=_by_preset("batch_sizes", (1,)),
+    )  # fmt: skip
+    batch_task: str | None = setting(None, "task for batch sizes above 1", shown="mt_bench, else the first task")
+    heads: tuple[tuple[str, str], ...] = setting((), "(kind, folder) pairs of heads that do not ship")
+    dtype: str | None = setting(None, "dtype of the weights", shown="the fastest on this machine")
+    device: str = setting("cpu", "where the target runs")
+    threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
+    seed: int = setting(0, "seed of sampled answers")
+    output: str = setting("bench-results", "folder for the results; an interrupted run there is resumed")
+    cost_curve: bool = setting(True, "time the target's forward by its number of tokens")
+    reference_every: int = setting(
+        1, "run transformers, and plain decoding's second run, on every n-th single question only", unit="questions",
+        allowed="≥ 1", shown=_by_preset("reference_every", 1),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for name in ("temperatures", "batch_sizes"):
+            check_value(name, getattr(self, name), bool(getattr(self, name)), "one or more numbers")
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """A tuning run."""
+
+    target: str = setting("smollm2", "alias, folder, GGUF file or hub id of the target")
+    draft: str = setting(
+        "auto", "head to tune: a shipped name, a folder or a hub id; auto takes those that ship for the target"
+    )
+    prompts: tuple[str, ...] = setting((), "files or folders of prompts", shown="the embedded questions")
+    num_prompts: int = setting(
+        16, "upper bound on prompts; half of them propose, half confirm", unit="prompts", allowed="≥ 2"
+    )
+    max_new_tokens: int = setting(96, "upper bound on an answer", unit="tokens", allowed="≥ 2")
+    temperature: float = setting(0.0, "sampling temperature of the answers; 0 is greedy", allowed="≥ 0")
+    seed: int = setting(0, "seed of sampled answers")
+    finalists: int = setting(
+        3, "trees of each drafter that are measured beside plain decoding and the default", unit="trees", allowed="≥ 1"
+    )
+    output: str = setting("tuned.json", "file to write")
+    dtype: str | None = setting(None, "dtype of the weights", shown="the fastest on this machine")
+    device: str = setting("cpu", "where the target runs")
+    threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if Path(self.output).is_dir():
+            raise ValueError(f"{self.output} is a folder; give the file to write")
 
 
 def identity(settings: BenchSettings) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from aquiline.bench.profile import Costs, Prediction, Profile, make_profile, pre
 from aquiline.bench.recorder import Recorder
 from aquiline.bench.records import Record
 from aquiline.bench.runner import encode_turns, open_bed
-from aquiline.bench.settings import BenchSettings
+from aquiline.bench.settings import BenchSettings, TuneSettings
 from aquiline.bench.tasks import load_questions
 from aquiline.bench.tune_sources import Candidate, Source, find_sources
 from aquiline.drafters.trees import Chain, DynamicTree
@@ -28,52 +28,7 @@ logger = logging.getLogger("aquiline")
 
 PROBE_CHAIN = 6
 LARGEST = DynamicTree(num_nodes=48, depth=6, top_k=6)
-
-
-@dataclass(frozen=True)
-class TuneSettings:
-    """A tuning run.
-
-    Attributes:
-        target: alias, folder, GGUF file or hub id.
-        draft: "auto" (the heads that ship for the target), or a head's name or folder.
-        prompts: files or folders of the user's prompts; empty: the embedded questions.
-        num_prompts: most prompts to use; every second one proposes, the others confirm.
-        max_new_tokens: budget of an answer.
-        temperature: of the answers.
-        seed: of sampled answers.
-        largest: the tree whose acceptance is recorded; what is proposed is a part of it.
-        finalists: proposals that are measured beside plain decoding and load()'s default.
-        output: the file to write.
-        dtype: of the weights; None: what is fast here.
-        device: where the target runs.
-        threads: CPU threads; None: PyTorch's choice.
-    """
-
-    target: str = "smollm2"
-    draft: str = "auto"
-    prompts: tuple[str, ...] = ()
-    num_prompts: int = 16
-    max_new_tokens: int = 96
-    temperature: float = 0.0
-    seed: int = 0
-    largest: DynamicTree = LARGEST
-    finalists: int = 3
-    output: str = "tuned.json"
-    dtype: str | None = None
-    device: str = "cpu"
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("num_prompts", 2), ("max_new_tokens", 2), ("finalists", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: ≥ {least}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; allowed: ≥ 0")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads is {self.threads}; allowed: ≥ 1")
-        if Path(self.output).is_dir():
-            raise ValueError(f"{self.output} is a folder; give the file to write")
+"""The tree whose acceptance is recorded; what is proposed is a part of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +70,7 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
     bed = bed or open_bed(BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device))
     proposing, confirming = _split(bed, settings)
     curve = cost_curve(bed.target)
-    found = (sources, []) if sources is not None else find_sources(bed, settings.draft, settings.largest)
+    found = (sources, []) if sources is not None else find_sources(bed, settings.draft, LARGEST)
     proposed = list(found[1])
     for source in found[0]:
         proposed += _propose(bed, source, proposing, curve, settings.finalists)

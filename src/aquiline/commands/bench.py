@@ -9,30 +9,25 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from aquiline.commands.common import add_machine_options, add_target_option
+from aquiline.commands.common import add_machine_options, add_setting_options, add_target_option, given_settings
 
 logger = logging.getLogger("aquiline")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
+    from aquiline.bench.settings import BenchSettings
+
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", dest="preset", action="store_const", const="quick", help="about 3 minutes")
-    size.add_argument("--full", dest="preset", action="store_const", const="full", help="all questions, hours")
+    size.add_argument(
+        "--quick", dest="preset", action="store_const", const="quick", help="about 3 minutes on two cores"
+    )
+    size.add_argument("--full", dest="preset", action="store_const", const="full", help="all questions; takes hours")
     parser.set_defaults(preset="standard")
     add_target_option(parser)
-    parser.add_argument("--output", help="folder for results; a run that was cut off there is resumed")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="these alone, beside plain; --list shows all")
     parser.add_argument("--head", action="append", metavar="KIND=FOLDER", help="head that does not ship (repeatable)")
-    parser.add_argument("--questions", nargs="+", metavar="PATH", help="files or folders (default: the embedded set)")
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="these alone")
-    parser.add_argument("--per-task", type=int, help="questions of each task")
-    parser.add_argument("--max-new-tokens", type=int, help="budget of an answer")
-    parser.add_argument("--temperatures", nargs="+", type=float, help="each is a run of its own (default: 0)")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, help="rows decoded together")
-    parser.add_argument("--batch-task", help="task for the larger batches (default: MT-bench)")
-    parser.add_argument("--seed", type=int, help="of sampled answers")
-    parser.add_argument("--no-cost-curve", dest="cost_curve", action="store_false", default=None)
+    names = {field.name for field in dataclasses.fields(BenchSettings)}
+    add_setting_options(parser, BenchSettings, names - {"target", "try_methods", "heads", "dtype", "device", "threads"})
     parser.add_argument("--json", action="store_true", help="print results.json instead of the table")
     parser.add_argument("--list", action="store_true", help="list methods and tasks, and end")
     parser.add_argument(
@@ -73,12 +68,10 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, as fields of `BenchSettings`."""
     from aquiline.bench.settings import BenchSettings
 
-    names = {field.name for field in dataclasses.fields(BenchSettings)} - {"heads"}
-    values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    given = given_settings(arguments, BenchSettings)
     if arguments.methods:
         given["try_methods"] = ()  # what was asked for by name must run, and nothing else
-        given["reference_every"] = 1  # and the time that the references save in a long list is not needed
+        given.setdefault("reference_every", 1)  # a short list needs no savings
     if arguments.head:
         given["heads"] = tuple(_head(text) for text in arguments.head)
     return given

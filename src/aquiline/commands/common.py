@@ -59,7 +59,7 @@ def add_setting_options(group: Any, settings: type[Any], names: Collection[str])
             group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
             continue
         more: dict[str, Any] = {"nargs": "+"} if repeated else {}
-        more |= {"choices": meaning.choices} if meaning.choices else {"metavar": "N" if meaning.allowed else "VALUE"}
+        more |= {"choices": meaning.choices} if meaning.choices else {"metavar": "VALUE" if kind is str else "N"}
         group.add_argument(flag, dest=name, type=kind, help=text, **more)
 
 

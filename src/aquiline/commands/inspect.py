@@ -16,7 +16,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
     group = parser.add_argument_group("where the checkpoint is silent or wrong")
     group.add_argument("--layer-ids", choices=("boundary", "output"), help="how to read its layer ids")
-    group.add_argument("--norm-before-residual", action=argparse.BooleanOptionalAction, default=None)
+    group.add_argument(
+        "--norm-before-residual", action=argparse.BooleanOptionalAction, default=None, help="the residual is normed"
+    )
     group.add_argument("--rope-theta", type=float, help="base of the rotary frequencies")
 
 

@@ -19,7 +19,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default="smollm2", help="whose tokenizer and template (default: smollm2)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the tokenizer's own")
     parser.add_argument("--max-length", type=int, default=1024, help="longest conversation in tokens (default: 1024)")
-    parser.add_argument("--overlong", choices=("truncate", "drop"), default="truncate")
+    parser.add_argument(
+        "--overlong",
+        choices=("truncate", "drop"),
+        default="truncate",
+        help="what to do with longer conversations (default: truncate)",
+    )
     parser.add_argument("--validation", type=float, default=0.02, help="share of prompts held out (default: 0.02)")
     parser.add_argument("--limit", type=int, help="stop after so many conversations")
     parser.add_argument("--strict", action="store_true", help="stop at the first record that cannot be used")
@@ -41,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-new-tokens", type=int, default=384, help="budget of an answer")
     group.add_argument("--max-turns", type=int, help="answer at most so many turns of a conversation")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="seed of sampled answers (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
