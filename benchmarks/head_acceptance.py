@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 import aquiline
-from aquiline.checkpoints.head_names import resolve_head
-from aquiline.checkpoints.heads import read_any_head
+from aquiline.checkpoints.open import read_head
 from aquiline.engine.text import encode_prompt
 from aquiline.targets.loading import load_target
 from aquiline.training.validation import measure_acceptance
@@ -39,7 +38,7 @@ def main() -> None:
     ]
     target = load_target(plain.target_path, torch.bfloat16)
     for name in options.heads:
-        head, _ = read_any_head(resolve_head(name), target.shape)
+        head = read_head(name, target.shape)
         found = measure_acceptance(target, head, texts, 5)
         alphas = " ".join(f"{alpha:.3f}" for alpha in found.alphas)
         print(f"{name}: n-α {alphas}, τ {found.tau_chain:.2f} (chain), {found.tau_tree:.2f} (tree), {found.rows} rows")

@@ -18,7 +18,8 @@ from typing import Any, TextIO
 import torch
 from pieces import HERE, Piece, add, collect, digest
 
-from aquiline.checkpoints.heads import read_any_head
+from aquiline.checkpoints.eagle.stored import head_from_stored
+from aquiline.checkpoints.open import open_head, stored_eagle
 from aquiline.decode import Occupant, free, new_state, prefill, step
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import Chain
@@ -118,8 +119,9 @@ def our_chains(task: Task, *, like_llamacpp: bool = False) -> Piece:
 
     def run(prompts: list[list[int]], file: TextIO) -> None:
         target = load_target(task.target)
-        head, report = read_any_head(task.head, target.shape)
-        print(report, flush=True)
+        opened = open_head(task.head, target.shape)
+        print(opened.report, flush=True)
+        head = head_from_stored(stored_eagle(opened), torch.float32)
         drafter = EagleDrafter(head, target, Chain(task.k))
         for prompt in prompts:
             piece = decode(target, drafter, prompt, task.end, task.limit, like_llamacpp=like_llamacpp)

@@ -21,9 +21,9 @@ from pieces import WORK, Run, add, collect, digest
 from transformers import AutoTokenizer
 
 from aquiline.checkpoints.export.layouts import export_head
-from aquiline.checkpoints.target_shape import target_shape
 from aquiline.models.cache_folder import build_once
 from aquiline.models.resolve import target_fingerprint
+from aquiline.targets.loading import target_shape
 
 
 def converted_target(source: Path, task: Task, version: str) -> Path:

@@ -18,10 +18,10 @@ from pieces import WORK, collect, digest, engine, installed_version
 from aquiline.checkpoints.eagle import safeailab
 from aquiline.checkpoints.export import openvino
 from aquiline.checkpoints.export.layouts import export_head
-from aquiline.checkpoints.heads import read_stored_head
-from aquiline.checkpoints.target_shape import target_shape
+from aquiline.checkpoints.open import open_head, stored_eagle
 from aquiline.models.cache_folder import build_once
 from aquiline.models.resolve import target_fingerprint
+from aquiline.targets.loading import target_shape
 
 
 def converted_target(task: Task, optimum: str) -> Path:
@@ -41,7 +41,7 @@ def converted_target(task: Task, optimum: str) -> Path:
 
 def converted_head(task: Task, optimum: str) -> Path:
     """The head as `aquiline export --to openvino` writes it, converted once."""
-    config = read_stored_head(task.head, target_shape(task.target))[0].config
+    config = stored_eagle(open_head(task.head, target_shape(task.target))).config
     code = digest(*(Path(module.__file__ or "") for module in (openvino, safeailab)))
     stamp = {"head": digest(task.head), "config": digest(config), "exporter": code, "optimum-intel": optimum}
 

@@ -24,7 +24,7 @@ from typing import Any
 from common import decode, encode_prompts, head_identity, load_target, read_prompts, record
 from transformers import AutoTokenizer
 
-from aquiline.checkpoints.head_names import resolve_head
+from aquiline.checkpoints.open import resolve_head
 from aquiline.models.resolve import resolve_target
 
 AQUILINE = [sys.executable, "-m", "aquiline.cli"]

@@ -16,9 +16,9 @@ from common import head_identity, record
 from pieces import HERE
 
 from aquiline.checkpoints.export.layouts import export_head
-from aquiline.checkpoints.heads import read_stored_head
-from aquiline.checkpoints.target_shape import target_shape
+from aquiline.checkpoints.open import open_head, stored_eagle
 from aquiline.models.resolve import resolve_target
+from aquiline.targets.loading import target_shape
 
 
 def main() -> None:
@@ -42,9 +42,9 @@ def main() -> None:
         )
         if done.returncode:
             sys.exit("speculators refused the export")
-        ours, report = read_stored_head(scratch / "ours", shape)
-        theirs, their_report = read_stored_head(scratch / "converted", shape)
-        print(report, their_report, sep="\n")
+        opened = [open_head(scratch / name, shape) for name in ("ours", "converted")]
+        print(*(head.report for head in opened), sep="\n")
+        ours, theirs = map(stored_eagle, opened)
         loaded = json.loads((scratch / "loaded.json").read_text())
     differing = sorted(n for n, t in ours.tensors.items() if not t.equal(theirs.tensors[n]))
     same_map = ours.draft_to_target is None or ours.draft_to_target.equal(theirs.draft_to_target)

@@ -1,6 +1,6 @@
 """Has speculators and ModelOpt write tiny heads, for tests of our readers; runs in their environment.
 
-    interop/.venv-speculators/bin/python interop/write_fixtures.py tests/checkpoints/fixtures
+    interop/.venv-speculators/bin/python interop/write_fixtures.py tests/checkpoints/eagle/fixtures
 
 The sizes are those of tests/checkpoints/head_fixtures.py.
 """

@@ -170,7 +170,7 @@ def _integer_weights(folder: Path) -> None:
         (_config(rope_theta="x"), "rope_theta is 'x'"),
         (_config(rope_parameters="x"), "rope_parameters is 'x'"),
         (_config(num_attention_heads=5), "config.json|transformers cannot load"),
-        (_generation("{"), "generation_config.json is not readable"),
+        (_generation("{"), "generation_config.json is not valid JSON"),
         (_generation("[]"), "generation_config.json holds a list"),
         (_generation('{"eos_token_id": "x"}'), "eos_token_id 'x'"),
         (_generation('{"do_sample": true, "temperature": "x"}'), "generation_config"),

@@ -172,7 +172,7 @@ def test_published_medusa_heads(aquiline: Any, base: Path) -> None:
     tensors = {f"{head}.{name}": torch.ones(shape) / (1 + head) for head in range(2) for name, shape in shapes.items()}
     torch.save(tensors, folder / "medusa_lm_head.pt")
     record = json.loads(aquiline("inspect", folder, "--target", "target", "--json").out)
-    assert record["repository"] == "Medusa" and record["checked"] is True
+    assert record["dialect"] == "FasterDecoding/Medusa" and record["checked_against"]
     words = ("generate", TEXT, "--target", "target", "--max-new-tokens", 8, "--json", *EXACT)
     drafted = aquiline(*words, "--draft", folder)
     assert records(drafted)[0]["token_ids"] == records(aquiline(*words, "--draft", "none"))[0]["token_ids"]
@@ -274,12 +274,12 @@ def questions(base: Path) -> Path:
 def test_bench_writes_a_report(aquiline: Any, base: Path) -> None:
     words = (
         "bench", "--target", "target", "--questions", questions(base), "--per-task", 1, "--max-new-tokens", 6,
-        "--methods", "prompt-lookup", "eagle3:chain:depth=2", "--head", "eagle3=eagle3", "--batch-sizes", 1,
+        "--methods", "prompt-lookup", "eagle3:chain:2", "--head", "eagle3=eagle3", "--batch-sizes", 1,
         "--no-cost-curve", "--output", "bench", "--quiet", *EXACT,
     )  # fmt: skip
     result = aquiline(*words)
     assert result.code == 0, result.err
-    assert "eagle3:chain:depth=2" in result.out
+    assert "eagle3:chain:2" in result.out
     assert {"results.json", "results.md", "report.html"} <= {path.name for path in (base / "bench").iterdir()}
     written = json.loads((base / "bench" / "results.json").read_text())
     assert json.loads(aquiline(*words, "--json").out)["methods"] == written["methods"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import aquiline
-from aquiline import Chain, DynamicTree, LossyRule, PromptLookup, StaticTree
+from aquiline import LossyRule, PromptLookup
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.engine.chat import ChatSession
 from tests import tiny
@@ -41,15 +41,6 @@ def loaded(base: Path) -> aquiline.Loaded:
 
 
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "chain": (lambda: Chain(1.5), r"chain depth is 1.5; allowed: an integer"),  # type: ignore[arg-type]
-    "chain text": (lambda: Chain("4"), r"chain depth is '4'"),  # type: ignore[arg-type]
-    "chain bool": (lambda: Chain(True), r"chain depth is True"),
-    "chain probability": (lambda: Chain(2, "x"), r"min_prob is 'x'; allowed: a number"),  # type: ignore[arg-type]
-    "static": (lambda: StaticTree(5), r"tree paths is 5; allowed: several tuples"),  # type: ignore[arg-type]
-    "static path": (lambda: StaticTree(("a",)), r"tree path is 'a'; allowed: a tuple of ranks"),  # type: ignore[arg-type]
-    "static rank": (lambda: StaticTree(((0,), (0, 0.5))), r"tree path rank is 0.5"),  # type: ignore[arg-type]
-    "dynamic": (lambda: DynamicTree(6.5, 2, 3), r"num_nodes is 6.5; allowed: an integer ≥ 2"),  # type: ignore[arg-type]
-    "dynamic none": (lambda: DynamicTree(6, None, 3), r"depth is None; allowed"),  # type: ignore[arg-type]
     "lookup": (lambda: PromptLookup(1.5), r"prompt lookup: depth is 1.5"),  # type: ignore[arg-type]
     "lookup n-gram": (lambda: PromptLookup(max_ngram="x"), r"max_ngram is 'x'"),  # type: ignore[arg-type]
     "lookahead": (lambda: Lookahead(1.5), r"lookahead: window is 1.5"),  # type: ignore[arg-type]
@@ -58,7 +49,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_kinds_of_trees_and_drafters(case: str) -> None:
+def test_kinds_of_drafters(case: str) -> None:
     make, words = KINDS[case]
     with pytest.raises(TypeError, match=words):
         make()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import aquiline
-from aquiline.checkpoints.head_names import shipped_head
+from aquiline.checkpoints.open import shipped_for
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.loading import Loaded
 from aquiline.targets.packed import PackedDecoder
@@ -35,7 +35,7 @@ def loaded(smollm2_folder: object) -> Loaded:
 
 
 def test_load_takes_the_shipped_head_and_the_packed_path(loaded: Loaded) -> None:
-    assert shipped_head(loaded.target_path) is not None
+    assert shipped_for(loaded.target_path)[0].name == "smollm2-eagle3"
     assert loaded.draft_name == "smollm2-eagle3 (eagle3) + prompt lookup"
     assert isinstance(loaded.drafter, Adaptive)
     if packable(torch.float32, CPU):

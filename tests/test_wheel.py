@@ -48,7 +48,7 @@ def run(installed: Path, *words: str) -> str:
 
 def test_the_installed_package_is_the_one_that_runs_and_has_its_data(installed: Path) -> None:
     code = (
-        "import aquiline, json; from aquiline.checkpoints.head_names import SHIPPED; "
+        "import aquiline, json; from aquiline.checkpoints.open import SHIPPED; "
         "print(json.dumps([aquiline.__file__, str(SHIPPED)]))"
     )
     module, shipped = map(Path, json.loads(run(installed, "-c", code)))

@@ -18,7 +18,7 @@ from aquiline.bench.recorder import JudgedNode, Recorder, judged_nodes
 from aquiline.bench.runner import encode_turns, open_bed, run_bench
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
-from aquiline.checkpoints.head_names import resolve_head
+from aquiline.checkpoints.open import resolve_head
 from aquiline.targets.target import eagle3_layers
 from benchmarks.findings.comparisons import (
     COMPARISONS,

@@ -14,7 +14,7 @@ HELD_OUT = "held-out"
 BATCH_METHOD = "eagle3:chain"
 """Method whose speedup is measured by batch size."""
 
-EQUAL_DYNAMIC = "dynamic:num_nodes=26:depth=5:top_k=4"
+EQUAL_DYNAMIC = "dynamic:26,5,4"
 """A dynamic tree as large and as deep as EAGLE-1's static one, so that the shape alone differs."""
 
 _EAGLE_TREES = ("eagle:chain", "eagle:static", f"eagle:{EQUAL_DYNAMIC}")

@@ -12,9 +12,8 @@ import torch
 from aquiline.checks import flag
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, Needs
-from aquiline.drafters.trees import TreePolicy
 from aquiline.engine.chat import ChatSession
-from aquiline.engine.drafting import make_drafter
+from aquiline.engine.drafting import Tree, make_drafter, read_tree
 from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.opening import fast_copy, generation_defaults, open_target
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
@@ -127,7 +126,7 @@ def load(
     target: str | Path | PreTrainedModel | Target,
     draft: str | Path | Drafter | None = "auto",
     *,
-    tree: TreePolicy | str | Path | None = None,
+    tree: Tree | None = None,
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
@@ -145,8 +144,8 @@ def load(
         draft: "auto" chooses a shipped head trained for this target, else prompt lookup, and logs
             the choice; None decodes plainly; "prompt-lookup"; "lookahead"; the name, folder, GGUF
             file or hub id of a head (EAGLE, Medusa, Hydra, a small model); or a drafter.
-        tree: `Chain`, `StaticTree` or `DynamicTree`, or a file written by `aquiline tune`; None
-            lets the device decide.
+        tree: `Chain`, `StaticTree` or `DynamicTree`, the text of one ("chain:4,0.15", "dynamic:32,5,8"), or a file
+            written by `aquiline tune`; None lets the device decide.
         tokenizer: required for text prompts if `target` is a transformers model.
         dtype: of the weights; None chooses bfloat16 where it is fast, else float32.
         device: where the target runs.
@@ -162,6 +161,7 @@ def load(
         ValueError: for an unknown name, a head that does not fit, or contradictory settings.
     """
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
+    tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
     fast = fast_copy(model, exact) if packed else model
     _check_parts(draft, tokenizer, lossy)

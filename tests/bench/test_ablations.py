@@ -11,9 +11,10 @@ from torch import Tensor
 
 from aquiline.bench.methods import Bed, parse_method
 from aquiline.bench.recorder import JudgedNode
-from aquiline.checkpoints.eagle.safeailab import read_head, write_head
+from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle_network import EagleNetwork
-from aquiline.drafters.trees import EAGLE1_PATHS
+from aquiline.drafters.trees import EAGLE1_PATHS, DynamicTree, parse_tree
 from aquiline.targets.loading import load_target
 from aquiline.training.features import compute_features
 from aquiline.training.learners.eagle import Example, Learner, build_micro_batch
@@ -163,7 +164,8 @@ def test_every_comparison_has_its_heads_and_methods() -> None:
         for head, method in (comparison.better, comparison.worse):
             assert method in methods[head]
             parse_method(method)
-    assert dict(parse_method(f"eagle:{EQUAL_DYNAMIC}").options)["num_nodes"] == len(EAGLE1_PATHS) + 1
+    equal = parse_tree(EQUAL_DYNAMIC)
+    assert isinstance(equal, DynamicTree) and equal.num_nodes == len(EAGLE1_PATHS) + 1
     top = next(spec for spec in HEADS if spec.name == "eagle3-top-feature")
     assert top.training(30)["layers"] == (30,)
     for spec in HEADS:

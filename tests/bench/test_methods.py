@@ -1,6 +1,5 @@
 """Every method by its name, on a tiny target: it builds, drafts, and says what plain decoding says."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import HEAD_OF, METHODS, Bed, Method, find_head, make_method, parse_method
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.checkpoints.final_heads import write_final_heads
+from aquiline.checkpoints.parallel import write_final_heads
 from tests import tiny
 from tests.drafters.overfit import heads
 
@@ -18,14 +17,14 @@ LABELS = (
     "prompt-lookup",
     "lookahead:window=3:ngram=3:guesses=2",
     "small-model",
-    "small-model:depth=2:min_prob=0.1:sampled=1",
+    "small-model:chain:2,0.1:sampled=1",
     "medusa",
-    "medusa:chain:depth=2",
+    "medusa:chain:2",
     "hydra",
     "eagle",
-    "eagle:chain:depth=3",
+    "eagle:chain:3",
     "eagle2",
-    "eagle2:dynamic:num_nodes=8:depth=3:top_k=3",
+    "eagle2:dynamic:8,3,3",
     "eagle3",
     "eagle3:static",
     "eagle3+lookup",
@@ -73,10 +72,12 @@ def test_a_head_of_another_kind_is_refused(bed: Bed) -> None:
 @pytest.mark.parametrize(
     ("label", "reason"),
     [
-        ("eagle3:depth=3", "settings need a tree; allowed: eagle3:chain, :static or :dynamic"),
-        ("eagle3:chain:nodes=3", "unexpected keyword argument 'nodes'"),
-        ("eagle3:chain:depth=0", "chain depth is 0"),
-        ("medusa:dynamic", "chains and static trees"),
+        ("eagle3:depth=3", "eagle3 has no settings; allowed: eagle3 alone or eagle3:chain:4"),
+        ("eagle3:bush:3", "'bush:3' is not a tree; allowed: chain"),
+        ("eagle3:chain:0", "chain depth is 0"),
+        ("medusa:dynamic", "allowed for medusa: Chain, StaticTree"),
+        ("small-model:chain:2:depth=3", "depth is not a setting of small-model; allowed: sampled"),
+        ("prompt-lookup:chain:3", "prompt-lookup takes no tree"),
     ],
 )
 def test_settings_that_make_no_tree(bed: Bed, label: str, reason: str) -> None:
@@ -84,20 +85,12 @@ def test_settings_that_make_no_tree(bed: Bed, label: str, reason: str) -> None:
         make_method(parse_method(label), bed)
 
 
-def test_shipped_heads_are_found_by_the_fingerprint_of_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_heads_are_taken_by_their_kind(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from aquiline.bench import methods
-    from aquiline.models import resolve as targets
 
-    fingerprint: Callable[[Path], str] = lambda folder: f"print of {folder.name}"  # noqa: E731
-    monkeypatch.setattr(targets, "target_fingerprint", fingerprint)
-    monkeypatch.setattr(methods, "SHIPPED", tmp_path)
-    for name, target in (("a-eagle3", "other"), ("b-eagle3", "mine"), ("c-medusa", "mine")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(f'{{"aquiline_target_fingerprint": "print of {target}"}}')
-    bed = Bed(tiny.decoder("llama"), None, (), Path("mine"), "mine", {})
-    assert find_head("eagle3", bed) == tmp_path / "b-eagle3"
-    assert find_head("medusa", bed) == tmp_path / "c-medusa"
+    monkeypatch.setattr(methods, "shipped_for", lambda target: [Path(bed.heads[kind]) for kind in ("eagle3", "medusa")])
+    shipped = Bed(bed.target, None, (), tmp_path, "mine", {})
+    assert find_head("eagle3", shipped).path == Path(bed.heads["eagle3"])
+    assert find_head("medusa", shipped).kind == "medusa"
     with pytest.raises(ValueError, match="aquiline train DATA --method hydra --target mine"):
-        find_head("hydra", bed)
+        find_head("hydra", shipped)

@@ -210,9 +210,9 @@ def test_a_wrong_token_fails_loudly_after_the_report(
 
 
 def test_methods_are_parsed() -> None:
-    spec = parse_method("eagle3:dynamic:num_nodes=12:depth=3:top_k=4:min_prob=0.1")
-    assert (spec.name, spec.shape) == ("eagle3", "dynamic")
-    assert dict(spec.options) == {"num_nodes": 12, "depth": 3, "top_k": 4, "min_prob": 0.1}
+    spec = parse_method("eagle3:dynamic:12,3,4,0.1")
+    assert (spec.name, spec.tree, spec.options) == ("eagle3", "dynamic:12,3,4,0.1", ())
+    assert dict(parse_method("prompt-lookup:depth=3:max_ngram=2").options) == {"depth": 3, "max_ngram": 2}
     assert [s.label for s in check_methods(["hf", "plain", "auto"])] == ["plain", "hf", "auto"]
     assert [s.label for s in check_methods(["auto"])] == ["plain", "auto"]
     assert all(parse_method(m).name in METHODS for p in PRESETS.values() for m in p.get("try_methods", ()))
@@ -222,12 +222,13 @@ def test_methods_are_parsed() -> None:
     ("text", "reason"),
     [
         ("eagle9", "unknown method 'eagle9'; there are: plain, hf, auto"),
-        ("eagle3:bush", "'bush' is no tree; allowed: one of chain, static, dynamic"),
-        ("eagle3:chain:depth=many", "depth is 'many'; allowed: a number"),
+        ("eagle3:bush", "'bush' is not a tree; allowed: chain"),
+        ("lookahead:window=many", "window is 'many'; allowed: a number"),
+        ("eagle3:chain:depth=4", "eagle3 has no settings; allowed: eagle3 alone or eagle3:chain:4"),
         ("plain:chain", "plain takes no tree"),
         ("plain:depth=3", "plain has no settings; allowed: plain"),
         ("hf:threads=1", "hf has no settings"),
-        ("eagle3:chain:depth=3:depth=4", "depth is given twice"),
+        ("prompt-lookup:depth=3:depth=4", "depth is given twice"),
     ],
 )
 def test_unknown_methods(text: str, reason: str) -> None:

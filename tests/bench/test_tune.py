@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aquiline.bench import tune as tuning
+from aquiline.bench import tune_sources
 from aquiline.bench.cost import cost_curve, seconds_at
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
@@ -20,7 +21,7 @@ from aquiline.bench.settings import TuneSettings
 from aquiline.bench.tune import LARGEST, tune
 from aquiline.bench.tune_sources import Source, find_sources
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.checkpoints.final_heads import write_final_heads
+from aquiline.checkpoints.parallel import write_final_heads
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
@@ -145,7 +146,7 @@ def test_the_tree_that_pays_wins(
     assert evidence["prompts"] == {"proposing": 3, "confirming": 3}
     labels = [row["label"] for row in evidence["contestants"]]
     assert labels[0] == "plain" and len(labels) == 4
-    best = next(row for row in report.rows if row["tree"] == {"kind": "chain", "depth": 2, "min_prob": 0.0})
+    best = next(row for row in report.rows if row["tree"] == "chain:2")
     assert best["predicted_tau"] == pytest.approx(3, abs=0.15) and best["tau"] == pytest.approx(3, abs=0.15)
     assert "→ | scripted Chain(depth=2" in report.text
 
@@ -176,7 +177,10 @@ def _shipped(tmp_path: Path) -> Bed:
     return Bed(tiny.decoder("llama"), None, (), None, "tiny", kinds)
 
 
-def test_all_heads_that_ship_are_contestants_beside_the_default(shipped: Bed, tmp_path: Path) -> None:
+def test_all_heads_that_ship_are_contestants_beside_the_default(
+    shipped: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_sources, "shipped_for", lambda target: [tmp_path / "eagle3", tmp_path / "medusa"])
     sources, others = find_sources(shipped, "auto", LARGEST)
     assert [source.draft for source in sources] == [str(tmp_path / "eagle3"), "prompt-lookup"]
     assert [(other.draft, other.policy) for other in others] == [("auto", None), (str(tmp_path / "medusa"), None)]

@@ -13,6 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aquiline.checkpoints.eagle.stored import head_from_stored
+from aquiline.checkpoints.open import open_head, stored_eagle
+from aquiline.checkpoints.report import HeadReport
+from aquiline.drafters.eagle_network import DraftHead
 from aquiline.targets.target import TargetShape
 
 H, INNER, HEADS, KV, DIM, V, VD, LAYERS = 16, 24, 4, 2, 4, 40, 12, 10
@@ -160,3 +164,9 @@ def modelopt_config(**changes: Any) -> dict[str, Any]:
     return llama_config(
         architectures=["LlamaForCausalLMEagle3"], rope_theta=5000.0, draft_vocab_size=VD, eagle_config=inner
     )
+
+
+def opened(path: Path, target: TargetShape) -> tuple[DraftHead, HeadReport]:
+    """An EAGLE head's network in float32, and how its files were understood."""
+    head = open_head(path, target)
+    return head_from_stored(stored_eagle(head), torch.float32), head.report

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aquiline.checkpoints.final_heads import build_final_network, read_final_heads, write_final_heads
+from aquiline.checkpoints.open import read_final_heads
+from aquiline.checkpoints.parallel import build_final_network, write_final_heads
 from aquiline.drafters.drafter import Committed
 from aquiline.drafters.parallel import ParallelDrafter, ParallelHeads, lm_head_rows, sparse_tree
 from aquiline.drafters.parallel_network import ParallelConfig
@@ -153,11 +154,11 @@ def break_config(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "other"}, "holds no Medusa or Hydra heads.*'other'"),
+        ({"format": "aquiline-final-heads-9"}, "aquiline-final-heads-9.*expected 'aquiline-final-heads-1'"),
         ({"hidden_size": 64}, "hidden_size 64 .*this target has 48"),
         ({"num_heads": None}, "lacks num_heads"),
-        ({"num_heads": 4}, r"missing tensors \['heads.3"),
-        ({"num_blocks": 1}, r"unexpected tensors \['heads.0.blocks.1"),
+        ({"num_heads": 4}, r"heads\.3.* are missing"),
+        ({"num_blocks": 1}, r"heads\.0\.blocks\.1.* are unexpected"),
         ({"kind": "other"}, "allowed: medusa, hydra"),
         ({"draft_vocab_size": 98}, "exceeds vocab_size 97"),
         ({"draft_vocab_size": 90}, "neither d2t nor t2d"),

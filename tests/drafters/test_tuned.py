@@ -29,27 +29,27 @@ def test_what_load_makes_of_it(tmp_path: Path) -> None:
     assert make_drafter("auto", str(file), target, None) == (None, "plain (tuned: plain)")
 
 
-HEAD = '{"format": "aquiline-tuned", "version": 1, "method": "m", "draft": "d", "tree": '
+HEAD = '{"format": "aquiline-tuned", "version": 2, "method": "m", "draft": "d", "tree": '
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "not valid JSON"),
-        ("[]", "was not written by"),
+        ("{}", "was not written by"),
         ('{"format": "aquiline-tuned", "version": 9}', "of version 9"),
-        ('{"format": "aquiline-tuned", "version": 1}', "does not describe a choice"),
+        ('{"format": "aquiline-tuned", "version": 2}', "does not describe a choice"),
         (
-            HEAD + '{"kind": "bush"}}',
-            "tree kind 'bush' is not known; allowed: chain, static, dynamic",
+            HEAD + '"bush"}',
+            "'bush' is not a tree; allowed: chain",
         ),
         (
-            HEAD + '{"kind": "chain", "depth": 0}}',
+            HEAD + '"chain:0"}',
             "chain depth is 0",
         ),
         (
-            HEAD + '{"kind": "chain", "x": 1}}',
-            "unexpected keyword",
+            HEAD + '{"kind": "chain"}}',
+            "does not describe a choice",
         ),
     ],
 )
@@ -60,5 +60,5 @@ def test_refusals(tmp_path: Path, text: str, reason: str) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a file; give one that `aquiline tune` wrote"):
+    with pytest.raises(ValueError, match=r"is neither a tree nor a file; .*aquiline tune"):
         read_tuned(tmp_path / "none.json")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from aquiline.models import embedded
 from aquiline.models.embedded import EmbeddedModel, fetch_embedded
 from aquiline.models.resolve import target_fingerprint
-from tests.checkpoints.tiny_gguf import write_tiny_gguf
+from tests.models.tiny_gguf import write_tiny_gguf
 
 
 @pytest.fixture

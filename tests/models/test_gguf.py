@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aquiline.models import gguf as gguf_target
 from aquiline.models.gguf import write_target_from_gguf
-from tests.checkpoints.tiny_gguf import CONTEXT, HEAD_DIM, write_tiny_gguf
+from tests.models.tiny_gguf import CONTEXT, HEAD_DIM, write_tiny_gguf
 
 
 def convert(path: Path) -> Path:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aquiline.models.resolve import resolve_target, target_fingerprint, weight_files
-from tests.checkpoints.tiny_gguf import tiny_folder, write_tiny_gguf
+from tests.models.tiny_gguf import tiny_folder, write_tiny_gguf
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_broken_folders_say_what_is_broken(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"pickled \.bin files only; convert"):
         resolve_target(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not readable JSON"):
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         resolve_target(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"no config\.json"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aquiline.checkpoints.export.layouts import export_head
-from aquiline.checkpoints.heads import inspect_head
+from aquiline.checkpoints.open import open_head
 from aquiline.serve.vllm import PROGRAM_VARIABLE, find_vllm, serve_words, served_head, vllm_command
 from tests.checkpoints import head_fixtures as fixtures
 from tests.checkpoints.head_fixtures import LAYERS, TARGET, VD, H, V
@@ -56,7 +56,7 @@ def test_what_vllm_would_misread_is_exported_first(
     folder, method = served_head(source, target)
     assert folder.parent.name == "exports" and method == "eagle3"
     written = json.loads((folder / "config.json").read_text())
-    report = inspect_head(source, TARGET)
+    report = open_head(source, TARGET).report
     assert written["eagle_aux_hidden_state_layer_ids"] == list(report.config.features) == [2, 5, 7]
     assert written["rope_theta"] == report.config.layer.rope.theta
     assert served_head(source, target)[0] == folder

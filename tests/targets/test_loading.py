@@ -18,7 +18,8 @@ from aquiline.models.embedded import fetch_embedded
 from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.hf import HFTarget, target_from_hf
-from aquiline.targets.loading import load_target
+from aquiline.targets.loading import load_target, target_shape
+from aquiline.targets.target import TargetShape
 from tests import tiny
 from tests.drafters.loop import run
 from tests.targets import hf_models
@@ -174,9 +175,9 @@ def no_weights(folder: Path) -> None:
 BROKEN = {
     "truncated": (truncated, r"model.safetensors is not a whole safetensors file .*fetch it again"),
     "no header": (no_header, r"model.safetensors is not a whole safetensors file .*fetch it again"),
-    "missing tensor": (missing_tensor, r"missing tensors \['norm.weight'\]"),
+    "missing tensor": (missing_tensor, r"norm.weight is missing.*fetch it again"),
     "misshapen": (misshapen, r"norm.weight has shape \(5,\), expected \(48,\)"),
-    "broken config": (broken_config, r"config.json is not readable JSON"),
+    "broken config": (broken_config, r"config.json is not valid JSON.*fetch it again"),
     "poor config": (poor_config, r"config.json lacks 'hidden_size'.*fetch it again"),
     "no weights": (no_weights, r"lacks model.safetensors"),
 }
@@ -200,6 +201,26 @@ def test_broken_folders_of_other_families_are_named(tmp_path: Path, kind: str) -
     with pytest.raises(ValueError, match=r"fetch it again") as caught:
         load_target(tmp_path, torch.float32)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, r"hidden_size = None, expected a number ≥ 1"),
+        ({"vocab_size": -1}, r"vocab_size = -1, expected a number ≥ 1"),
+        ({"num_hidden_layers": True}, r"num_hidden_layers = True, expected a number ≥ 1"),
+        ({"max_position_embeddings": "x"}, r"max_position_embeddings = 'x', expected a number ≥ 1"),
+        ({"text_config": [1]}, r"text_config = \[1\], expected an object"),
+    ],
+)
+def test_a_target_without_sizes(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 10}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert target_shape(tmp_path) == TargetShape(40, 16, 10, 2048)
+    (tmp_path / "config.json").write_text(json.dumps(sizes | changes))
+    with pytest.raises(ValueError, match=message) as caught:
+        target_shape(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 @pytest.mark.real

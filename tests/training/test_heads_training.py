@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquiline.checkpoints.final_heads import final_drafter, read_final_heads
+from aquiline.checkpoints.open import read_final_heads
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain
+from aquiline.engine.drafting import make_drafter
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import config_from_hf
 from aquiline.targets.loading import load_target
@@ -77,7 +78,7 @@ def test_trains_to_a_drafter_that_equals_plain(base, kind):
         heads = read_final_heads(base / kind / "head", target.shape)
         assert heads.target_fingerprint
         assert len(heads.config.accuracies) == 3
-        drafter = final_drafter(base / kind / "head", target)
+        drafter, _ = make_drafter(base / kind, None, target, None)
         assert isinstance(drafter, ParallelDrafter)
     assert_equal_to_plain(target, drafter, tiny.prompts(3, seed=8), SamplingParams())
 

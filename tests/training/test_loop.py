@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.eagle.safeailab import read_head
+from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import Chain
 from aquiline.engine.generate import generate_requests

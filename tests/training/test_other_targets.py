@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import aquiline
-from aquiline.checkpoints.eagle.safeailab import read_head
+from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.targets.hf import HFTarget
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation

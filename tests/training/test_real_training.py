@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aquiline
-from aquiline.checkpoints.eagle.safeailab import read_head
+from aquiline.checkpoints.open import read_head
 from aquiline.engine.request import GenerationOutput
 from aquiline.targets.loading import load_target
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.bench.tasks import task_name
+from aquiline.models.files import replacing
 
 LoadDataset = Callable[..., Iterable[Mapping[str, Any]]]
 """`datasets.load_dataset` with streaming=True."""
@@ -110,10 +111,8 @@ def _download(file: Path, task: HubTask, count: int, load: LoadDataset) -> Path:
             f"could not get {task.dataset} from the hub ({reason}); check the network, give question files, "
             "or leave the questions out to use the embedded set"
         ) from error
-    part = file.with_name(file.name + ".part")
-    with part.open("w", encoding="utf-8") as stream:
+    with replacing(file) as scratch, scratch.open("w", encoding="utf-8") as stream:
         for i, record in enumerate(records):
             line = {"question_id": i, "category": record.get("category", ""), "turns": task.turns(record)}
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-    part.replace(file)
     return file

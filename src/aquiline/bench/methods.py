@@ -1,21 +1,22 @@
-"""Methods by name: what `--methods eagle3:chain:depth=4` means."""
+"""Methods by name: what `--methods eagle3:chain:4` means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from aquiline.checkpoints.head_names import SHIPPED, resolve_head
+from aquiline.checkpoints.open import SHIPPED, Head, open_head, shipped_for
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.mixed import LookupFirst
-from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
-from aquiline.engine.drafting import GPU_TREE, make_drafter
+from aquiline.drafters.mixed import LookupFirst, Merged
+from aquiline.drafters.small_model import SmallModel
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, parse_tree
+from aquiline.engine.drafting import GPU_TREE, head_drafter, make_drafter
 from aquiline.targets.target import Target
 
 METHODS = {
@@ -24,7 +25,7 @@ METHODS = {
     "auto": "what load() takes by default, with its fall-back to plain",
     "prompt-lookup": "continuations of repeated n-grams; options depth, max_ngram, min_ngram, num_branches",
     "lookahead": "Jacobi window and n-gram pool; options window, ngram, guesses",
-    "small-model": "a small model drafts a chain; options depth, min_prob, sampled",
+    "small-model": "a small model drafts a chain; option sampled",
     "medusa": "parallel heads and their static tree",
     "hydra": "sequentially dependent heads and their static tree",
     "eagle": "EAGLE-1 head; static tree unless told otherwise",
@@ -32,13 +33,8 @@ METHODS = {
     "eagle3": "EAGLE-3 head; load()'s default tree unless told otherwise",
     "eagle3+lookup": "prompt lookup merged into an EAGLE-3 tree",
 }
-"""Name → what it is. Those with a head take :chain, :static or :dynamic and the tree's settings."""
+"""Name → what it is. Those with a head take a tree as `--tree` does, or :dynamic for what pays on the device."""
 
-SHAPES: dict[str, type[Chain] | type[StaticTree] | type[DynamicTree]] = {
-    "chain": Chain,
-    "static": StaticTree,
-    "dynamic": DynamicTree,
-}
 CPU_DYNAMIC = DynamicTree(num_nodes=32, depth=5, top_k=8)
 """The dynamic tree on a CPU, where each further node costs; on a GPU the papers' 60 nodes."""
 
@@ -61,13 +57,13 @@ class MethodSpec:
     Attributes:
         label: as given; names the method in all results.
         name: key of `METHODS`.
-        shape: "chain", "static", "dynamic" or "" for the method's own default.
+        tree: as `--tree` takes it, "dynamic" for the device's dynamic tree, or "" for the method's own default.
         options: (setting, value) pairs.
     """
 
     label: str
     name: str
-    shape: str = ""
+    tree: str = ""
     options: tuple[tuple[str, float], ...] = ()
 
 
@@ -114,36 +110,34 @@ class Method:
 
 
 def parse_method(text: str) -> MethodSpec:
-    """Parses ``NAME[:SHAPE][:SETTING=VALUE]…``.
+    """Parses ``NAME[:TREE][:SETTING=VALUE]…``.
 
     Raises:
-        ValueError: for an unknown method (lists what there is), shape or form.
+        ValueError: for an unknown method (lists what there is), tree or setting.
     """
     name, *parts = text.strip().split(":")
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")
-    shape = ""
+    tree = ":".join(part for part in parts if "=" not in part)
     options: list[tuple[str, float]] = []
-    for part in parts:
-        setting, equals, value = part.partition("=")
-        if not equals:
-            if part not in SHAPES or shape:
-                raise ValueError(
-                    f"{text!r}: {part!r} is no tree; allowed: one of {', '.join(SHAPES)}, or SETTING=VALUE"
-                )
-            shape = part
-            continue
+    for setting, _, value in (part.partition("=") for part in parts if "=" in part):
         if any(setting == known for known, _ in options):
             raise ValueError(f"{text!r}: {setting} is given twice")
         try:
             options.append((setting, float(value) if "." in value else int(value)))
         except ValueError as error:
             raise ValueError(f"{text!r}: {setting} is {value!r}; allowed: a number") from error
-    if shape and name in ("plain", "hf", "auto", "prompt-lookup", "lookahead"):
+    if tree and name not in HEAD_OF:
         raise ValueError(f"{text!r}: {name} takes no tree")
-    if options and name in ("plain", "hf", "auto"):
-        raise ValueError(f"{text!r}: {name} has no settings; allowed: {name}")
-    return MethodSpec(text.strip(), name, shape, tuple(options))
+    if tree and tree != "dynamic":
+        try:
+            parse_tree(tree)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from error
+    if options and name not in ("prompt-lookup", "lookahead", "small-model"):
+        form = f"{name}:chain:4" if name in HEAD_OF else name
+        raise ValueError(f"{text!r}: {name} has no settings; allowed: {name} alone or {form}")
+    return MethodSpec(text.strip(), name, tree, tuple(options))
 
 
 def make_method(spec: MethodSpec, bed: Bed) -> Method:
@@ -172,26 +166,29 @@ def make_method(spec: MethodSpec, bed: Bed) -> Method:
     head = find_head(spec.name, bed)
     drafter = _with_head(spec, bed, head)
     policy = getattr(drafter, "policy", None)
-    shown = head.name if head.parent == SHIPPED else str(head)
+    shown = head.path.name if head.path.parent == SHIPPED else str(head.path)
     return Method(spec.label, drafter, _described(drafter), shown, isinstance(policy, Chain))
 
 
-def find_head(method: str, bed: Bed) -> Path:
-    """The folder of a method's head: the user's, else one that ships for this very target.
+def find_head(method: str, bed: Bed) -> Head:
+    """A method's head: the user's, else one that ships for this very target.
 
     Raises:
-        ValueError: there is none; names the command that trains one.
+        ValueError: there is none (names the command that trains one), or the user's is of another kind.
     """
     kind = HEAD_OF[method]
     if kind in bed.heads:
-        return resolve_head(bed.heads[kind])
-    from aquiline.models.resolve import target_fingerprint
-
-    if bed.path is not None:
-        fingerprint = target_fingerprint(bed.path)
-        for folder in sorted(SHIPPED.glob(f"*-{kind}")):
-            if fingerprint in (folder / "config.json").read_text(encoding="utf-8"):
-                return folder
+        head = open_head(bed.heads[kind], bed.target.shape)
+        if head.kind != kind:
+            raise ValueError(
+                f"method {method} needs a head of kind {kind!r}, and {head.path} is of kind {head.kind!r}; give it as "
+                f"--head {head.kind}={head.path}"
+            )
+        return head
+    for folder in shipped_for(bed.path):
+        head = open_head(folder, bed.target.shape)
+        if head.kind == kind:
+            return head
     raise ValueError(
         f"method {method} needs a head of kind {kind!r} for {bed.name}, and none ships; train one: "
         f"`aquiline train DATA --method {kind} --target {bed.name} --output FOLDER` "
@@ -208,52 +205,36 @@ def _hf(spec: MethodSpec, bed: Bed) -> Method:
     return Method(spec.label, None, "transformers", hf_model=model)
 
 
-def _with_head(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
-    if spec.name == "small-model":
-        return _small_model(spec, bed, head)
+def _with_head(spec: MethodSpec, bed: Bed, head: Head) -> Drafter:
     defaults: dict[str, TreePolicy] = {"eagle": StaticTree(), "eagle2": _dynamic(bed)}
-    drafter = _of_kind(spec, bed, head, _policy(spec, bed) or defaults.get(spec.name))
+    drafter, _ = head_drafter(head, _tree(spec, bed) or defaults.get(spec.name), bed.target, bed.path)
+    if isinstance(drafter, SmallModel):
+        return SmallModel(drafter.model, bed.target, drafter.policy, sampled=_sampled(spec))
     if spec.name == "eagle3+lookup":
-        from aquiline.drafters.mixed import Merged
-
         return Merged(drafter, PromptLookup())
     return drafter
 
 
-def _of_kind(spec: MethodSpec, bed: Bed, head: Path, policy: TreePolicy | None) -> Drafter:
-    """The drafter of a head, which must be of the method's kind."""
-    drafter, name = make_drafter(head, policy, bed.target, bed.path)
-    kind = HEAD_OF[spec.name].replace("-", " ")
-    if drafter is None or not name.endswith(f"({kind})"):
-        raise ValueError(f"method {spec.name} needs a head of kind {HEAD_OF[spec.name]!r}, and {head} is {name}")
-    return drafter
-
-
-def _small_model(spec: MethodSpec, bed: Bed, head: Path) -> Drafter:
+def _sampled(spec: MethodSpec) -> bool:
     options = dict(spec.options)
-    sampled = bool(options.pop("sampled", 0))
-    policy = _policy(MethodSpec(spec.label, spec.name, "chain", tuple(options.items())), bed) if options else None
-    drafter: Any = _of_kind(spec, bed, head, policy)
-    return type(drafter)(drafter.model, bed.target, drafter.policy, sampled=sampled)  # type: ignore[no-any-return]
+    unknown = sorted(options.keys() - {"sampled"})
+    if unknown:
+        raise ValueError(f"{spec.label!r}: {unknown[0]} is not a setting of small-model; allowed: sampled")
+    return bool(options.get("sampled", 0))
 
 
 def _dynamic(bed: Bed) -> DynamicTree:
     return CPU_DYNAMIC if torch.device(bed.target.device).type == "cpu" else GPU_TREE
 
 
-def _policy(spec: MethodSpec, bed: Bed) -> TreePolicy | None:
+def _tree(spec: MethodSpec, bed: Bed) -> TreePolicy | None:
     """The tree that the specification names, or None for the default."""
-    if not spec.shape:
-        if spec.options:
-            raise ValueError(f"{spec.label!r}: settings need a tree; allowed: {spec.name}:chain, :static or :dynamic")
-        return None
-    if spec.shape == "dynamic" and not spec.options:
+    if spec.tree == "dynamic":
         return _dynamic(bed)
-    policy: TreePolicy = _with_options(SHAPES[spec.shape], spec)
-    return policy
+    return parse_tree(spec.tree) if spec.tree else None
 
 
-def _with_options(make: Any, spec: MethodSpec) -> Any:
+def _with_options(make: Callable[..., Any], spec: MethodSpec) -> Any:
     try:
         return make(**dict(spec.options))
     except TypeError as error:
@@ -264,7 +245,7 @@ def _described(drafter: Any) -> str:
     """Settings in words, for the report."""
     if isinstance(drafter, LookupFirst):
         return f"lookup ({_described(drafter.lookup)}), else {_described(drafter.other)}"
-    if hasattr(drafter, "first"):
+    if isinstance(drafter, Merged):
         return f"{_described(drafter.first)} + lookup ({_described(drafter.second)})"
     policy = getattr(drafter, "policy", None)
     if isinstance(policy, StaticTree):

@@ -12,6 +12,7 @@ from aquiline.bench.environment import environment_line
 from aquiline.bench.page import AGREEMENT, agreement_rows, interval, render_html
 from aquiline.bench.records import Record, record_from_json, record_json
 from aquiline.bench.tasks import TITLES, Question
+from aquiline.models.files import write_text
 
 SCHEMA = 1
 """Version of the results JSON; see `docs/results-schema.md`."""
@@ -70,9 +71,7 @@ def write_report(results: Mapping[str, Any], folder: Path) -> str:
         ("results.md", markdown),
         ("report.html", render_html(results)),
     ):
-        part = folder / (name + ".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+        write_text(folder / name, text)
     return markdown
 
 

@@ -21,8 +21,8 @@ from aquiline.bench.runner import encode_turns, open_bed
 from aquiline.bench.settings import BenchSettings, TuneSettings
 from aquiline.bench.tasks import load_questions
 from aquiline.bench.tune_sources import Candidate, Source, find_sources
-from aquiline.drafters.trees import Chain, DynamicTree
-from aquiline.drafters.tuned import TunedChoice, tree_record, write_tuned
+from aquiline.drafters.trees import Chain, DynamicTree, tree_text
+from aquiline.drafters.tuned import TunedChoice, write_tuned
 
 logger = logging.getLogger("aquiline")
 
@@ -186,7 +186,7 @@ def _row(candidate: Candidate, records: Sequence[Record]) -> dict[str, Any]:
     return {
         "label": candidate.label,
         "draft": candidate.draft,
-        "tree": None if candidate.policy is None else tree_record(candidate.policy),
+        "tree": None if candidate.policy is None else tree_text(candidate.policy),
         "predicted_tau": None if prediction is None else prediction.tokens_per_step,
         "predicted_tokens_per_second": None if prediction is None else prediction.tokens_per_second,
         "tau": 1 + sum(r.accepted for r in records) / max(steps, 1),

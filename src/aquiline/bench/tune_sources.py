@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aquiline.bench.methods import Bed, find_head
+from aquiline.bench.methods import Bed
 from aquiline.bench.profile import Prediction, candidates
-from aquiline.checkpoints.head_names import SHIPPED
+from aquiline.checkpoints.open import SHIPPED, Head, open_head, shipped_for
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
-from aquiline.engine.drafting import make_drafter
+from aquiline.engine.drafting import head_drafter, make_drafter
 
 logger = logging.getLogger("aquiline")
 
@@ -73,41 +73,42 @@ def find_sources(bed: Bed, draft: str, largest: DynamicTree) -> tuple[list[Sourc
     """
     lookup = _lookup_source()
     if draft == "auto":
-        shipped = dict(_shipped(bed))
+        opened = (open_head(folder, bed.target.shape) for folder in shipped_for(bed.path))
+        shipped = {head.kind: head for head in opened}
         if "eagle3" not in shipped:
             logger.info("no EAGLE-3 head ships for %s: load()'s default is prompt lookup", bed.name)
-            return [lookup], [_as_it_is(bed, name) for name in shipped.values()]
-        others = [_as_it_is(bed, name) for kind, name in shipped.items() if kind != "eagle3"]
-        return [_eagle_source(bed, shipped["eagle3"], largest), lookup], [_as_it_is(bed, "auto"), *others]
-    drafter, _ = make_drafter(draft, None, bed.target, bed.path)
-    if isinstance(drafter, EagleDrafter):
-        return [_eagle_source(bed, draft, largest), lookup], []
-    return [lookup], [_as_it_is(bed, draft)]
+            return [lookup], [_as_it_is(bed, head) for head in shipped.values()]
+        others = [_as_it_is(bed, head) for kind, head in shipped.items() if kind != "eagle3"]
+        return [_eagle_source(bed, shipped["eagle3"], largest), lookup], [_default(bed), *others]
+    head = open_head(draft, bed.target.shape)
+    if head.kind in ("eagle", "eagle3"):
+        return [_eagle_source(bed, head, largest), lookup], []
+    return [lookup], [_as_it_is(bed, head)]
 
 
-def _shipped(bed: Bed) -> Iterator[tuple[str, str]]:
-    """Kind and name of the heads that ship for the target: a name holds on another machine too."""
-    for kind in ("eagle3", "eagle", "medusa", "hydra"):
-        try:
-            head = find_head(kind, bed)
-        except ValueError:
-            continue  # none ships, and nobody asked for it
-        yield kind, head.name if head.parent == SHIPPED else str(head)
+def _named(head: Head) -> str:
+    """What `load` takes as the draft; the name of a shipped head holds on another machine too."""
+    return head.path.name if head.path.parent == SHIPPED else str(head.path)
 
 
-def _as_it_is(bed: Bed, draft: str) -> Candidate:
-    drafter, name = make_drafter(draft, None, bed.target, bed.path)
-    return Candidate(f"{draft}: {name}" if draft == "auto" else name, draft, None, drafter)
+def _default(bed: Bed) -> Candidate:
+    drafter, name = make_drafter("auto", None, bed.target, bed.path)
+    return Candidate(f"auto: {name}", "auto", None, drafter)
 
 
-def _eagle_source(bed: Bed, draft: str, largest: DynamicTree) -> Source:
+def _as_it_is(bed: Bed, head: Head) -> Candidate:
+    drafter, name = head_drafter(head, None, bed.target, bed.path)
+    return Candidate(name, _named(head), None, drafter)
+
+
+def _eagle_source(bed: Bed, head: Head, largest: DynamicTree) -> Source:
     def make(policy: TreePolicy | None) -> EagleDrafter:
-        drafter, _ = make_drafter(draft, policy, bed.target, bed.path)
+        drafter, _ = head_drafter(head, policy, bed.target, bed.path)
         assert isinstance(drafter, EagleDrafter)
         return drafter
 
-    _, name = make_drafter(draft, None, bed.target, bed.path)
-    return Source(draft, name, make, largest, candidates(largest), make(None).policy)
+    name = f"{head.path.name} ({head.kind})"
+    return Source(_named(head), name, make, largest, candidates(largest), make(None).policy)
 
 
 def _lookup_source() -> Source:

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import typing
 from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from aquiline.stats import GenerationStats
 
 logger = logging.getLogger("aquiline")
-
-_TREES = "chain:DEPTH[,MIN_PROB], static, dynamic:NODES,DEPTH,TOPK[,MIN_PROB]"
 
 
 def add_target_option(parser: Any) -> None:
@@ -103,7 +100,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="auto, none, prompt-lookup, lookahead, or a head or small model: shipped name, folder, GGUF file, "
         "hub id (default: auto)",
     )
-    group.add_argument("--tree", help=f"{_TREES}, or a file from `aquiline tune` (default: chosen by the device)")
+    group.add_argument(
+        "--tree",
+        help="chain:DEPTH[,MIN_PROB], static, dynamic:NODES,DEPTH,TOPK[,MIN_PROB], or a file from `aquiline tune` "
+        "(default: chosen by the device)",
+    )
     add_machine_options(group)
     group.add_argument("--rows", type=int, default=8, help="requests that decode together (default: 8)")
     group.add_argument(
@@ -157,29 +158,6 @@ def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def parse_tree(text: str | None) -> Any:
-    """Parses --tree.
-
-    Raises:
-        ValueError: if `text` is not a tree.
-    """
-    from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
-
-    if text is None or Path(text).is_file():
-        return text
-    kind, _, numbers = text.partition(":")
-    sizes = {"chain": 1, "static": 0, "dynamic": 3}.get(kind)
-    values = numbers.split(",") if numbers else []
-    if sizes is not None and len(values) in ((0,) if kind == "static" else (sizes, sizes + 1)):
-        try:
-            arguments = [*map(int, values[:sizes]), *map(float, values[sizes:])]
-        except ValueError:
-            arguments = None
-        if arguments is not None:
-            return {"chain": Chain, "static": StaticTree, "dynamic": DynamicTree}[kind](*arguments)
-    raise ValueError(f"--tree {text!r} is not a tree; allowed: {_TREES}, or a file from `aquiline tune`")
-
-
 def parse_lossy(text: str | None) -> Any:
     """Parses --lossy.
 
@@ -224,7 +202,9 @@ def set_threads(threads: int | None) -> None:
 def load_model(arguments: argparse.Namespace) -> Loaded:
     """Loads the model that the options describe, and logs what drafts."""
     draft = None if arguments.draft == "none" else arguments.draft
-    tree, lossy = parse_tree(arguments.tree), parse_lossy(arguments.lossy)
+    from aquiline.engine.drafting import read_tree
+
+    tree, lossy = read_tree(arguments.tree), parse_lossy(arguments.lossy)
     if draft is None and tree is not None:
         logger.warning("--tree has no effect with --draft none")
         tree = None

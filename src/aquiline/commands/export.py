@@ -25,10 +25,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     from aquiline.checkpoints.export.layouts import export_head
-    from aquiline.checkpoints.head_names import resolve_head
-    from aquiline.checkpoints.target_shape import target_shape
+    from aquiline.checkpoints.open import resolve_head
     from aquiline.models.embedded import EMBEDDED
     from aquiline.models.resolve import resolve_target
+    from aquiline.targets.loading import target_shape
 
     head, target = resolve_head(arguments.head), resolve_target(arguments.target)
     # An alias means something to us alone.

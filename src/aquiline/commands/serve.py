@@ -36,13 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.json and not arguments.dry_run:
         raise ValueError("--json has no effect without --dry-run; add --dry-run")
-    from aquiline.checkpoints.head_names import resolve_head, shipped_head
+    from aquiline.checkpoints.open import shipped_for
     from aquiline.models.resolve import resolve_target
     from aquiline.serve.vllm import launch, vllm_command
 
     target = resolve_target(arguments.target, logger.info)
-    head = shipped_head(target) if arguments.draft == "auto" else resolve_head(arguments.draft)
-    if head is None:
+    heads = shipped_for(target) if arguments.draft == "auto" else [arguments.draft]
+    if not heads:
         raise ValueError(
             f"no shipped head was trained for {arguments.target}; give one with --draft, or train it: "
             f"`aquiline train DATA --target {arguments.target} --output FOLDER`"
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A dry run does not require vLLM: the command may be meant for another machine.
     program = "vllm" if arguments.dry_run else None
     command = vllm_command(
-        target, head, num_draft_tokens=arguments.draft_tokens, flags=arguments.flags, program=program
+        target, heads[0], num_draft_tokens=arguments.draft_tokens, flags=arguments.flags, program=program
     )
     if arguments.dry_run:
         print(json.dumps(command) if arguments.json else shlex.join(command))

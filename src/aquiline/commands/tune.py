@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     from aquiline.bench.settings import TuneSettings
     from aquiline.bench.tune import tune
-    from aquiline.checkpoints.head_names import SHIPPED, resolve_head
+    from aquiline.checkpoints.open import SHIPPED, resolve_head
 
     given = given_settings(arguments, TuneSettings)
     if "seed" in given and not given.get("temperature"):

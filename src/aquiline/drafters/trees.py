@@ -1,9 +1,17 @@
-"""Which nodes a drafter puts into its tree (chain, static, dynamic), and how a static tree is filled."""
+"""Which nodes a drafter puts into its tree, the language that names trees, and how a static one is filled.
+
+| text | tree |
+|---|---|
+| `chain`, `chain:4`, `chain:4,0.15` | `Chain(depth, min_prob)` |
+| `static`, `static:0,1,0.0` | `StaticTree`: EAGLE-1's 25 nodes, or these paths of ranks |
+| `dynamic:32,5,8`, `dynamic:32,5,8,0.01` | `DynamicTree(num_nodes, depth, top_k, min_prob)` |
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,6 +125,53 @@ class DynamicTree:
 
 
 TreePolicy = Chain | StaticTree | DynamicTree
+
+TREE_FORMS = "chain[:DEPTH[,MIN_PROB]], static[:PATH,…], dynamic:NODES,DEPTH,TOPK[,MIN_PROB]"
+"""The language, for messages and help."""
+
+
+def names_tree(text: str) -> bool:
+    """Whether a text begins like a tree; a file of such a name is reached as ./chain."""
+    return text.partition(":")[0] in ("chain", "static", "dynamic")
+
+
+def parse_tree(text: str) -> TreePolicy:
+    """Reads a tree.
+
+    Raises:
+        ValueError: for another form, or numbers that make no tree.
+    """
+    kind, colon, rest = text.partition(":")
+    arguments = _arguments(kind, rest.split(",") if colon else [])
+    if arguments is None:
+        raise ValueError(f"{text!r} is not a tree; allowed: {TREE_FORMS}")
+    makers: dict[str, type[Any]] = {"chain": Chain, "static": StaticTree, "dynamic": DynamicTree}
+    tree: TreePolicy = makers[kind](*arguments)
+    return tree
+
+
+def _arguments(kind: str, parts: list[str]) -> tuple[Any, ...] | None:
+    """The numbers of a tree, or None for another form."""
+    try:
+        if kind == "static":
+            return (tuple(tuple(map(int, path.split("."))) for path in parts),) if parts else ()
+        whole = {"chain": 1, "dynamic": 3}.get(kind)
+        if whole is not None and (len(parts) in (whole, whole + 1) or (kind == "chain" and not parts)):
+            return (*map(int, parts[:whole]), *map(float, parts[whole:]))
+    except ValueError:
+        pass  # not a number
+    return None
+
+
+def tree_text(tree: TreePolicy) -> str:
+    """Writes a tree as `parse_tree` reads it."""
+    if isinstance(tree, StaticTree):
+        paths = ",".join(".".join(map(str, path)) for path in tree.paths)
+        return "static" if tree == StaticTree() else f"static:{paths}"
+    minimum = f",{tree.min_prob!r}" if tree.min_prob else ""
+    if isinstance(tree, Chain):
+        return f"chain:{tree.depth}{minimum}"
+    return f"dynamic:{tree.num_nodes},{tree.depth},{tree.top_k}{minimum}"
 
 
 def _check_min_prob(value: float) -> None:

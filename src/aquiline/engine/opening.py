@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from aquiline.checks import check_kind
+from aquiline.models.files import read_json
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 
@@ -112,21 +112,11 @@ def fast_copy(target: Target, exact: bool | None) -> Target:
     return (packed(target, exact) or target) if isinstance(target, Decoder) else target
 
 
-def _generation_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not readable JSON ({error}); fetch or delete it") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}, expected an object; fetch or delete it")
-    return config
-
-
 def generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:
     """Returns end tokens and sampling defaults, from generation_config or else the tokenizer."""
     config: dict[str, Any] = {}
     if path is not None and (path / "generation_config.json").is_file():
-        config = _generation_config(path / "generation_config.json")
+        config = read_json(path / "generation_config.json", "fetch or delete it")
     elif hasattr(target, "generation_config") and target.generation_config is not None:
         config = target.generation_config.to_dict()
     end = config.get("eos_token_id")

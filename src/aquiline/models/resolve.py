@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from aquiline.models.cache_folder import build_once, cache_root
 from aquiline.models.embedded import EMBEDDED, fetch_embedded
+from aquiline.models.files import read_json, write_text
 from aquiline.models.gguf import LAYOUT, write_target_from_gguf
+from aquiline.models.hub import fetch, is_hub_id
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _INDEX_NAME = "model.safetensors.index.json"
 # What the fingerprint takes from the config, and how many pieces of how many bytes from a tensor.
@@ -56,8 +56,8 @@ def resolve_target(name: str | Path, report: Callable[[str], None] | None = None
         return path
     if path.is_file():
         return _from_file(path, report)
-    if _HUB_ID.fullmatch(text) and not text.endswith(".gguf"):
-        return _from_hub(text)
+    if is_hub_id(text):
+        return fetch(text, _HUB_FILES, check_target_folder, f", or take an alias ({', '.join(EMBEDDED)})")
     raise ValueError(
         f"unknown target {text!r}: no file or folder of that name; give an alias "
         f"({', '.join(EMBEDDED)}), a model folder, a GGUF file, or a hub id (organisation/name)"
@@ -77,7 +77,7 @@ def check_target_folder(folder: Path) -> None:
     if "eagle" in architecture.lower():
         raise ValueError(f"{folder} holds a draft head ({architecture}), not a target; give it as the draft")
     for file in weight_files(folder):
-        _tensor_entries(file)
+        tensor_entries(file)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -88,7 +88,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / _INDEX_NAME
     if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
         files = [folder / Path(name).name for name in names]
     else:
         files = [folder / "model.safetensors"]
@@ -127,7 +127,7 @@ def target_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     digest.update(_canonical({key: config.get(key) for key in _CONFIG_ESSENTIALS}))
     tied = config.get("tie_word_embeddings") is True
-    entries = [entry for file in weight_files(folder) for entry in _tensor_entries(file)]
+    entries = [entry for file in weight_files(folder) for entry in tensor_entries(file)]
     for name, file, offset, facts in sorted(entries, key=lambda entry: entry[0]):
         # A tied head may or may not have been saved beside the embedding.
         if tied and name == "lm_head.weight":
@@ -169,7 +169,7 @@ def _file_hash(path: Path, report: Callable[[str], None] | None) -> str:
     with path.open("rb") as stream:
         sha256 = _stream_hash(stream)
     memory.parent.mkdir(parents=True, exist_ok=True)
-    memory.write_text(json.dumps({"file": state, "sha256": sha256}), encoding="utf-8")
+    write_text(memory, json.dumps({"file": state, "sha256": sha256}))
     return sha256
 
 
@@ -180,51 +180,18 @@ def _stream_hash(stream: Any) -> str:
     return digest.hexdigest()
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
-    try:
-        cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
-        check_target_folder(cached)
-        return cached
-    except (OSError, ValueError, EntryNotFoundError):
-        pass  # Not cached, or only a part of it.
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError, EntryNotFoundError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RuntimeError(
-            f"could not get {name!r}: there is no such folder here, no complete copy in the hub "
-            f"cache, and the hub said: {reason}; check the spelling and the network, log in if the "
-            f"model is gated, or take an alias ({', '.join(EMBEDDED)})"
-        ) from error
-    check_target_folder(folder)
-    return folder
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if file.is_file():
-        return _read_json(file)
+        return read_json(file)
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
         raise ValueError(f"{folder} has no config.json but {ggufs[0]}; give the file {folder / ggufs[0]}")
     raise ValueError(f"{folder} has no config.json; a target folder has config.json and safetensors weights")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is not readable JSON ({error}); fetch it again") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{file} holds a {type(document).__name__}, expected an object")
-    return document
-
-
-def _tensor_entries(file: Path) -> list[tuple[str, Path, int, dict[str, Any]]]:
-    """List ``(name, file, start of the data, header entry)`` of a safetensors file.
+def tensor_entries(file: Path) -> list[tuple[str, Path, int, dict[str, Any]]]:
+    """Lists ``(name, file, start of the data, header entry)`` of a safetensors file.
 
     Raises:
         ValueError: The header is broken, or the file is shorter or longer than it says.
@@ -260,7 +227,7 @@ def _sample(file: Path, start: int, data_offsets: tuple[int, int]) -> bytes:
 def _vocabulary_hash(folder: Path) -> bytes:
     file = folder / "tokenizer.json"
     if file.is_file():
-        document = _read_json(file)
+        document = read_json(file)
         vocabulary = document.get("model", {}).get("vocab")
         added = [[token.get("id"), token.get("content")] for token in document.get("added_tokens", [])]
         return hashlib.sha256(_canonical([vocabulary, added])).digest()

@@ -9,14 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from aquiline.checkpoints.export.layouts import DRAFT_TOKENS, export_head, refusals, vllm_config
-from aquiline.checkpoints.head_files import read_config
-from aquiline.checkpoints.heads import read_stored_head
-from aquiline.checkpoints.target_shape import target_shape
+from aquiline.checkpoints.open import open_head, stored_eagle
 from aquiline.models.cache_folder import build_once, cache_root
+from aquiline.targets.loading import target_shape
 
 PROGRAM_VARIABLE = "AQUILINE_VLLM"
 _OURS = ("--speculative-config", "--speculative_config", "-sc")
@@ -65,23 +65,23 @@ def served_head(head: str | Path, target: str | Path) -> tuple[Path, str]:
         ValueError: if the head does not fit the target, or vLLM cannot run it.
     """
     shape = target_shape(target)
-    stored, report = read_stored_head(head, shape)
+    opened = open_head(head, shape)
+    stored = stored_eagle(opened)
     reasons = refusals(stored, "vllm", shape)
     if reasons:
         raise ValueError(f"{head} cannot be served: {'; '.join(reasons)}")
-    method = "eagle3" if stored.config.kind == "eagle3" else "eagle"
-    head = Path(head).resolve()
-    if report.dialect != "gguf" and _reads_rightly(read_config(head), vllm_config(stored)):
-        return head, method
-    weights = [head] if head.is_file() else [head / name for name in report.files]
+    path = opened.path.resolve()
+    if opened.config and _reads_rightly(opened.config, vllm_config(stored)):
+        return path, opened.kind
+    weights = [path] if path.is_file() else [path / name for name in opened.report.files]
     state = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in weights]
     key = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
     folder = cache_root() / "exports" / f"vllm-{key}"
 
     def build(made: Path) -> None:
-        export_head(head, "vllm", made, shape, target_name=str(target))
+        export_head(path, "vllm", made, shape, target_name=str(target))
 
-    return build_once(folder, {"head": state}, build), method
+    return build_once(folder, {"head": state}, build), opened.kind
 
 
 def find_vllm() -> str:
@@ -120,10 +120,10 @@ def launch(command: Sequence[str]) -> None:
     os.execvp(command[0], list(command))
 
 
-def _reads_rightly(config: dict[str, object], wanted: dict[str, object]) -> bool:
+def _reads_rightly(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """True if vLLM interprets a config.json the same way as our own export."""
     if "speculators_model_type" in config or config.get("bias") or config.get("eagle_config") or "model" in config:
         return False
-    if not str((config.get("architectures") or [""])[0]).endswith(("ForCausalLM", "Eagle3")):  # type: ignore[index]
+    if not str((config.get("architectures") or [""])[0]).endswith(("ForCausalLM", "Eagle3")):
         return False
     return all(config.get(key) == value for key, value in wanted.items() if key not in _OPTIONAL)

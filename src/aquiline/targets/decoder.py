@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.cache import KVCache, new_cache
+from aquiline.models.tensors import check_tensors
 from aquiline.targets.attention import attend, attention_mask, place, read, write
 from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm, decoder_layers
 from aquiline.targets.rope import RotaryTable, max_positions, rope_from_hf
@@ -221,7 +222,7 @@ def load_state(model: Decoder, tensors: Mapping[str, Tensor], origin: str) -> No
         origin: what to name in an error.
 
     Raises:
-        ValueError: naming missing, unexpected or misshapen tensors.
+        ValueError: tensors are missing, unexpected, misshapen or not floating point; names them.
     """
     given = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     given = {name: t for name, t in given.items() if not name.endswith("rotary_emb.inv_freq")}
@@ -229,18 +230,7 @@ def load_state(model: Decoder, tensors: Mapping[str, Tensor], origin: str) -> No
     if model.config.tied:
         expected.pop("lm_head.weight")
         given.pop("lm_head.weight", None)
-    missing, unexpected = (
-        sorted(expected.keys() - given.keys()),
-        sorted(given.keys() - expected.keys()),
-    )
-    if missing or unexpected:
-        raise ValueError(f"{origin}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}")
-    for name, parameter in expected.items():
-        if parameter.shape != given[name].shape:
-            raise ValueError(
-                f"{origin}: {name} has shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}"
-            )
-        if not given[name].is_floating_point():  # quantized without a word in config.json
-            raise ValueError(f"{origin}: {name} has dtype {given[name].dtype}, expected floating-point weights")
-        with torch.no_grad():
+    check_tensors(expected, given, origin, finite=False)  # a model of many GB: what is not finite shows in its logits
+    with torch.no_grad():
+        for name, parameter in expected.items():
             parameter.copy_(given[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from aquiline.models.files import read_json
+from aquiline.models.resolve import check_target_folder, weight_files
+from aquiline.models.tensors import read_tensors
 from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf, load_state
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetShape
 
 
 def load_target(
@@ -34,11 +36,9 @@ def load_target(
         ValueError: for a missing, broken or contradictory file, with the remedy, and for a model
             that cannot be a target (see `aquiline.targets.hf.HFTarget`).
     """
-    from aquiline.models.resolve import check_target_folder
-
     folder = Path(path)
     check_target_folder(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     if config.get("is_encoder_decoder"):
         raise ValueError(
             f"{folder} is an encoder-decoder ({config.get('model_type')}); allowed: decoder-only causal language models"
@@ -60,6 +60,29 @@ def load_target(
             place(decoder)
         return decoder
     return _load_with_transformers(folder, dtype, device, place)
+
+
+def target_shape(folder: str | Path) -> TargetShape:
+    """Reads a target's sizes from its config.json, without loading it; of a multimodal target, the text model's.
+
+    Raises:
+        ValueError: there is no config.json, or it names no sizes.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a target's folder: it has no config.json")
+    config = read_json(path)
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ValueError(f"{path} says text_config = {text!r}, expected an object; is it a language model?")
+    config = {"max_position_embeddings": 2048, **config, **text}
+    sizes: list[int] = []
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+        size = config.get(key)
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{path} says {key} = {size!r}, expected a number ≥ 1; is it a language model?")
+        sizes.append(size)
+    return TargetShape(*sizes)
 
 
 _SIZES = (
@@ -118,17 +141,9 @@ def _load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.d
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from aquiline.models.resolve import weight_files
-
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        try:
-            shard = load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not readable as safetensors ({error}); fetch it again") from error
+        shard = read_tensors(file)
         twice = sorted(tensors.keys() & shard.keys())
         if twice:
             raise ValueError(f"{file} repeats the tensor {twice[0]} of another shard; fetch the folder again")
@@ -151,7 +166,7 @@ def _load_with_transformers(
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        kind = read_json(folder / "config.json").get("model_type")
         raise ValueError(
             f"{folder} is not a causal language model (model_type {kind!r}); allowed: models that "
             "AutoModelForCausalLM loads"

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.checkpoints.head_names import resolve_head
-from aquiline.checkpoints.heads import read_any_head
+from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, Network
 from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import Decoder
@@ -162,7 +161,7 @@ def _first_head(
     if settings.init is None:
         head = new_head(settings, target, sets, build)
     else:
-        head, _ = read_any_head(resolve_head(settings.init), target.shape)
+        head = read_head(settings.init, target.shape)
         if head.config.kind != settings.kind:
             raise ValueError(
                 f"{settings.init} is an {head.config.kind} head, the run is for {settings.kind}; "

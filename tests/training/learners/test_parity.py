@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.eagle.safeailab import read_head
+from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.eagle_network import Eagle3Network
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy

@@ -9,7 +9,7 @@ what a dialect can say and this engine cannot do is refused by name. Values are 
 | safeailab | nothing: the target's architecture, `midlayer.*` or a `layers.0` without its first norm |
 | speculators | `speculators_model_type`, sizes inside `transformer_layer_config` |
 | vllm | architecture `Eagle…` / `EAGLE…`, or the layer's config inside `model`, names under `model.` |
-| sglang | architecture `LlamaForCausalLMEagle`, `LlamaForCausalLMEagle3` (SpecForge as well) |
+| sglang | architecture `LlamaForCausalLMEagle`, `LlamaForCausalLMEagle3` (SpecForge too), no top-level layer ids |
 | modelopt | `eagle_config` and `layers.0.*` |
 | angelslim | architecture `Eagle3LlamaForCausalLM` with `midlayer.*` |
 """
@@ -23,8 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aquiline.checkpoints.config_kinds import check_kinds
-from aquiline.checkpoints.head_files import HeadFiles
+from aquiline.checkpoints.eagle.config_kinds import check_kinds
 
 _OTHER_METHODS = {
     "peagle": "P-EAGLE drafts all positions in one pass from mask tokens",
@@ -67,19 +66,23 @@ class Translated:
     notes: tuple[str, ...]
 
 
-def translate(files: HeadFiles) -> Translated:
+def translate(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], place: str) -> Translated:
     """Recognises the dialect of a head and translates it.
+
+    Args:
+        raw: its config.json.
+        tensors: its tensors under the names of the files.
+        place: where they were read, for messages.
 
     Raises:
         ValueError: for a method or an architecture that this engine does not run.
     """
-    place, raw = str(files.folder), files.config
     check_kinds(raw, place)
     _refuse_foreign(raw, place)
-    dialect = _dialect(raw, files.tensors)
+    dialect = _dialect(raw, tensors)
     config, notes = _flat(raw, dialect, place)
     check_kinds(config, place)
-    renamed = _renamed(files.tensors, dialect, place)
+    renamed = _renamed(tensors, dialect, place)
     kind = "eagle3" if _is_eagle3(renamed) else "eagle"
     if kind == "eagle3":
         renamed = _first_layer_apart(renamed, place)
@@ -120,7 +123,9 @@ def _dialect(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     if "eagle_config" in config and not any(name.startswith("midlayer.") for name in tensors):
         return "modelopt"
     if architecture.startswith("LlamaForCausalLMEagle"):
-        return "sglang"
+        # Ours are named like SGLang's, and list their layers at the top level, which SGLang does not read.
+        ours = architecture.endswith("Eagle3") and "eagle_aux_hidden_state_layer_ids" in config
+        return "safeailab" if ours else "sglang"
     if architecture == "Eagle3LlamaForCausalLM" and any(name.startswith("midlayer.") for name in tensors):
         return "angelslim"
     if architecture.lower().startswith("eagle"):

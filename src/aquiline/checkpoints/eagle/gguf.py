@@ -10,7 +10,6 @@ Source: llama.cpp, conversion/llama.py and src/models/eagle3.cpp (in llama-cpp-p
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.config_kinds import check_kinds, check_sizes
+from aquiline.checkpoints.eagle.config_kinds import check_kinds, check_sizes
 from aquiline.checkpoints.eagle.dialects import Translated
 from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.checkpoints.eagle.vocabulary import offsets
+from aquiline.models.files import replacing
 from aquiline.targets.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURE = "eagle3"
@@ -49,7 +49,7 @@ _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 
 
 def write_gguf_head(path: Path, stored: StoredHead, target_gguf: Path) -> None:
-    """Writes a head, atomically.
+    """Writes a head, whole or not at all.
 
     Args:
         path: the file.
@@ -61,8 +61,17 @@ def write_gguf_head(path: Path, stored: StoredHead, target_gguf: Path) -> None:
     """
     from gguf import GGUFWriter
 
-    scratch = path.with_name(path.name + ".part")
-    writer = GGUFWriter(scratch, ARCHITECTURE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as scratch:
+        writer = GGUFWriter(scratch, ARCHITECTURE)
+        _fill(writer, stored, target_gguf)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _fill(writer: Any, stored: StoredHead, target_gguf: Path) -> None:
     _write_sizes(writer, stored)
     _copy_tokenizer(writer, target_gguf, stored.config.vocab_size)
     tensors = dict(stored.tensors)
@@ -78,15 +87,6 @@ def write_gguf_head(path: Path, stored: StoredHead, target_gguf: Path) -> None:
         writer.add_tensor("d2t", stored.draft_to_target.to(torch.int64).numpy())
     if layer.rope.kind == "llama3":
         _add(writer, "rope_freqs.weight", _rope_factors(layer.rope))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def is_gguf_head(path: Path) -> bool:

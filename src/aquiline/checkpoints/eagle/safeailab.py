@@ -8,9 +8,7 @@ or named `aquiline_…`; what the reference would *misread* is refused by `aquil
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,30 +18,15 @@ from torch import Tensor
 
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.eagle.vocabulary import membership, offsets
-from aquiline.checkpoints.heads import read_any_head
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig
+from aquiline.models.files import filling
 from aquiline.targets.rope import RopeConfig
-from aquiline.targets.target import TargetShape
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def read_head(folder: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> DraftHead:
-    """Reads a head of any dialect; every missing or unexpected tensor is an error that names it.
-
-    Args:
-        folder: folder with config.json and the weights.
-        target: sizes of the target.
-        dtype: dtype of the head's weights in memory.
-
-    Raises:
-        ValueError: for anything that is not exactly a head for this target.
-    """
-    return read_any_head(folder, target, dtype)[0]
-
-
 def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes a head as model.safetensors and config.json, each atomically.
+    """Writes a head as model.safetensors and config.json, each whole or not at all.
 
     Args:
         folder: made if it does not exist.
@@ -134,15 +117,11 @@ def file_tensors(stored: StoredHead, first_layer: str = "midlayer") -> dict[str,
 
 
 def write_folder(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes model.safetensors and config.json, each atomically; makes the folder."""
+    """Writes model.safetensors and config.json, each whole or not at all; makes the folder."""
     from safetensors.torch import save_file
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with filling(Path(folder)) as scratch:
         # Cloned: a pickle's tensors may share memory, which safetensors does not write.
         contiguous = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        save_file(contiguous, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
-        (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in ("model.safetensors", "config.json"):
-            os.replace(Path(scratch) / name, folder / name)
+        save_file(contiguous, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

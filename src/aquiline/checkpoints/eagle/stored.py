@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.config_kinds import check_sizes
+from aquiline.checkpoints.eagle.config_kinds import check_sizes
 from aquiline.checkpoints.eagle.layer_ids import LayerIds
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network
+from aquiline.models import tensors as tensor_rules
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, rope_from_hf
 from aquiline.targets.target import TargetShape
 
-FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FLAGS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
@@ -136,29 +136,13 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor], place: str)
     """Raises ValueError unless `tensors` are exactly the network's, finite, and of its shapes."""
     with torch.device("meta"):
         expected = build_network(config).state_dict()
-    missing = sorted(expected.keys() - tensors.keys())
-    if missing:
-        raise ValueError(f"{place}: {_listed(missing)} missing; expected {_remedy(missing[0], config)}")
-    unexpected = sorted(tensors.keys() - expected.keys())
-    if unexpected:
-        raise ValueError(f"{place}: {_listed(unexpected)} unexpected in this head; {_excess(unexpected[0])}")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{place}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)} from "
-                f"config.json{_shape_hint(name, tensor, config)}"
-            )
-        check_values(name, tensor, place)
 
+    def explain(fault: str, name: str, tensor: Tensor | None) -> str:
+        if fault == "missing":
+            return f"expected {_remedy(name, config)}"
+        return _shape_hint(name, tensor, config) if tensor is not None else _excess(name)
 
-def check_values(name: str, tensor: Tensor, place: str) -> None:
-    """Raises ValueError unless a tensor holds finite floating-point weights."""
-    if tensor.dtype not in FLOATING:
-        raise ValueError(
-            f"{place}: {name} has dtype {tensor.dtype}, expected floating point; quantised heads are not read"
-        )
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"{place}: {name} holds NaN or infinity; the head is damaged, fetch or train it again")
+    tensor_rules.check_tensors(expected, tensors, place, explain)
 
 
 def _check_target(config: Mapping[str, Any], target: TargetShape | None, place: str) -> None:
@@ -217,11 +201,6 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     return replace(rope, scaling={key: value for key, value in (rope.scaling or {}).items() if key not in named})
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
-
-
 def _remedy(name: str, config: HeadConfig) -> str:
     if name == "lm_head.weight":
         return "the head's own LM head; one that borrows the target's (SGLang without draft_vocab_size) is not read"
@@ -238,19 +217,20 @@ def _excess(name: str) -> str:
 
 
 def _shape_hint(name: str, tensor: Tensor, config: HeadConfig) -> str:
+    other = "its sizes in config.json or the file belong to another head: fetch the head again"
     if tensor.dim() != 2:
-        return "; its sizes or the file belong to another head"
+        return other
     if name == "lm_head.weight" and tensor.shape[0] == config.vocab_size:
         return (
-            "; it has a row for each target token, so the embedding was probably written over the LM head "
+            "it has a row for each target token, so the embedding was probably written over the LM head "
             "(tie_word_embeddings true while saving)"
         )
     if name == "lm_head.weight" and tensor.shape[0] < config.draft_vocab_size == config.vocab_size:
         return (
-            f"; it drafts {tensor.shape[0]} tokens, but config.json names no draft_vocab_size or the target's: write "
+            f"it drafts {tensor.shape[0]} tokens, but config.json names no draft_vocab_size or the target's: write "
             f'"draft_vocab_size": {tensor.shape[0]}'
         )
     if name == "fc.weight" and config.kind == "eagle3" and tensor.shape[1] % config.target_hidden_size == 0:
         read = tensor.shape[1] // config.target_hidden_size
-        return f"; it reads {read} features, config.json names {len(config.features)}"
-    return "; its sizes or the file belong to another head"
+        return f"it reads {read} features, config.json names {len(config.features)}"
+    return other

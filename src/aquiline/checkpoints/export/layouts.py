@@ -21,7 +21,7 @@ from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config, wri
 from aquiline.checkpoints.eagle.speculators import speculators_config
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.export.openvino import convert_to_openvino
-from aquiline.checkpoints.heads import read_stored_head
+from aquiline.checkpoints.open import open_head, stored_eagle
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig
 from aquiline.targets.target import Feature, TargetShape, eagle3_layers
 
@@ -136,7 +136,7 @@ def export_head(
         raise ValueError(f"unknown format {to!r}; allowed: {', '.join(FORMATS)}")
     output = Path(output).expanduser()
     _check_output(to, output, None if isinstance(head, DraftHead) else Path(head))
-    stored = stored_from_head(head, dtype) if isinstance(head, DraftHead) else read_stored_head(head, target)[0]
+    stored = stored_from_head(head, dtype) if isinstance(head, DraftHead) else stored_eagle(open_head(head, target))
     reasons = refusals(stored, to, target)
     if reasons:
         others = [name for name in FORMATS if not refusals(stored, name, target)]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config, write_folder
 from aquiline.checkpoints.eagle.stored import StoredHead
+from aquiline.models.files import filling
 
 _GRAPH = "openvino_model.xml"
 _EAGLE3_MARK = '<eagle3_mode value="True" />'
@@ -41,11 +42,9 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
             f"{COMMAND_VARIABLE}"
         )
     chosen = weight_format or _WEIGHT_FORMATS[str(stored.dtype)]
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output) as scratch:
-        source, made = Path(scratch) / "head", Path(scratch) / "made"
+    with filling(output) as made, tempfile.TemporaryDirectory() as source:
         write_folder(source, llama_config(stored.config, stored.dtype), file_tensors(stored))
-        arguments = ["export", "openvino", "-m", str(source), "--task", "text-generation-with-past"]
+        arguments = ["export", "openvino", "-m", source, "--task", "text-generation-with-past"]
         # The draft network is optimum-intel's own; without this flag it would load a plain Llama.
         arguments += ["--trust-remote-code", "--weight-format", chosen, str(made)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -54,10 +53,7 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
             said = (done.stderr or done.stdout)[-2000:] or f"it wrote no {_GRAPH}"
             raise RuntimeError(f"optimum-cli failed ({done.returncode}): {said}")
         _name_layers(made / _GRAPH, [int(feature) - 1 for feature in stored.config.features])
-        names = tuple(sorted(path.name for path in made.iterdir()))
-        for name in names:
-            os.replace(made / name, output / name)
-    return names
+        return tuple(sorted(path.name for path in made.iterdir()))
 
 
 def _name_layers(graph: Path, outputs: list[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.final_heads import build_final_network, write_final_heads
+from aquiline.checkpoints.parallel import build_final_network, write_final_heads
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.targets.decoder import Decoder, DecoderConfig, config_from_hf
@@ -100,7 +100,7 @@ def save_student(
     fingerprint: str,
     accuracies: Sequence[Sequence[float]],
 ) -> None:
-    """Writes what was learned: heads as `aquiline.checkpoints.final_heads`, a small model as a model folder.
+    """Writes what was learned: heads as `aquiline.checkpoints.parallel`, a small model as a model folder.
 
     Args:
         folder: made if it does not exist.

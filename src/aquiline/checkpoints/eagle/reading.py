@@ -1,4 +1,4 @@
-"""Draft heads of any dialect: read, or only explained."""
+"""EAGLE heads of any dialect: from their files to checked tensors and a report."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from aquiline.checkpoints.eagle.dialects import Translated, translate
 from aquiline.checkpoints.eagle.gguf import read_gguf_head
 from aquiline.checkpoints.eagle.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
-from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, check_values, head_config, head_from_stored
+from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, head_config
 from aquiline.checkpoints.eagle.vocabulary import DraftVocabulary, resolve_vocabulary
-from aquiline.checkpoints.head_files import read_head_files
-from aquiline.checkpoints.head_report import HeadReport
-from aquiline.checkpoints.published_heads import published_kind
-from aquiline.drafters.eagle_network import DraftHead, HeadConfig
+from aquiline.checkpoints.report import HeadReport, fits
+from aquiline.drafters.eagle_network import HeadConfig
+from aquiline.models.tensors import check_values, read_weights
 from aquiline.targets.target import TargetShape
 
 
 @dataclass(frozen=True)
 class HeadChoices:
-    """What a reader may overrule, where a checkpoint is silent or known to be wrong.
+    """What a user may overrule, where a checkpoint is silent or known to be wrong.
 
     Attributes:
         layer_ids: "boundary" or "output", the convention of its layer ids.
@@ -37,70 +35,44 @@ class HeadChoices:
     rope_theta: float | None = None
 
 
-def read_any_head(
-    path: str | Path,
-    target: TargetShape,
-    dtype: torch.dtype = torch.float32,
-    choices: HeadChoices | None = None,
-) -> tuple[DraftHead, HeadReport]:
+def read_eagle(
+    path: Path, config: Mapping[str, Any], target: TargetShape | None, choices: HeadChoices
+) -> tuple[StoredHead, HeadReport]:
     """Reads an EAGLE head of any dialect; anything missing, excessive or odd is an error.
 
     Args:
         path: folder of the head, or a GGUF file.
-        target: sizes of the target.
-        dtype: dtype of the head's weights in memory.
+        config: its config.json; empty for a GGUF file, whose header has it.
+        target: sizes of the target; None checks the head against itself alone.
         choices: what to overrule.
+
+    Returns:
+        The tensors in their stored dtypes, checked, and how they were understood.
 
     Raises:
         ValueError: for anything that is not exactly a head for this target; names the file, the
             key, what was expected and what to do.
     """
-    stored, report = read_stored_head(path, target, choices)
-    return head_from_stored(stored, dtype), report
-
-
-def inspect_head(path: str | Path, target: TargetShape | None = None, choices: HeadChoices | None = None) -> HeadReport:
-    """Explains a head without building it; with `target`, checks that it fits.
-
-    Raises:
-        ValueError: as `read_any_head`.
-    """
-    return read_stored_head(path, target, choices)[1]
-
-
-def read_stored_head(
-    path: str | Path, target: TargetShape | None, choices: HeadChoices | None = None
-) -> tuple[StoredHead, HeadReport]:
-    """Reads a head's tensors in their stored dtypes, checked.
-
-    Raises:
-        ValueError: as `read_any_head`.
-    """
-    path, choices = Path(path), choices or HeadChoices()
-    published = published_kind(path)
-    if published:
-        raise ValueError(f"{path} holds {published.capitalize()} heads, not an EAGLE head")
-    if path.is_file() and path.suffix == ".gguf":
+    place = str(path)
+    if path.suffix == ".gguf" and path.is_file():
         translated = read_gguf_head(path)
         files: tuple[str, ...] = (path.name,)
     else:
-        read = read_head_files(path)
-        if str(read.config.get("format", "")).startswith("aquiline-final-heads"):
-            raise ValueError(f"{path} holds Medusa or Hydra heads ({read.config['format']}), not an EAGLE head")
-        translated, files = translate(read), read.names
-    place = str(path)
+        stored_tensors, names = read_weights(path)
+        translated = translate(config, stored_tensors, place)
+        files = ("config.json", *names)
     raw = _overruled(translated.config, choices)
     tensors = dict(translated.tensors)
     d2t, t2d, embedding = (tensors.pop(name, None) for name in ("d2t", "t2d", "embed_tokens.weight"))
     ids = None
     if translated.kind == "eagle3":
         ids = resolve_layer_ids(raw, target.num_layers if target else None, place, choices.layer_ids)
-    config = head_config(translated.kind, raw, tensors, target, ids, place)
-    fc_notes = _check_fc_bias(translated, raw, config, place)
-    check_tensors(config, tensors, place)
-    vocabulary = _vocabulary(config, raw, d2t, t2d, place)
-    _check_embedding(config, embedding, place)
-    stored = StoredHead(config, tensors, vocabulary.ids, embedding, raw.get("aquiline_target_fingerprint"))
+    sizes = head_config(translated.kind, raw, tensors, target, ids, place)
+    fc_notes = _check_fc_bias(translated, raw, sizes, place)
+    check_tensors(sizes, tensors, place)
+    vocabulary = _vocabulary(sizes, raw, d2t, t2d, place)
+    _check_embedding(sizes, embedding, place)
+    stored = StoredHead(sizes, tensors, vocabulary.ids, embedding, raw.get("aquiline_target_fingerprint"))
     notes = (*translated.notes, *fc_notes, *_doubts(stored, raw, translated.dialect, target, choices))
     return stored, _report(path, translated.dialect, files, stored, ids, vocabulary, target, notes)
 
@@ -195,20 +167,19 @@ def _report(
     target: TargetShape | None,
     notes: tuple[str, ...],
 ) -> HeadReport:
-    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in stored.tensors.values()})
+    features = ids.source if ids else "after the final norm, as EAGLE-1/2 does"
     return HeadReport(
         path=str(path),
+        kind=stored.config.kind,
         dialect=dialect,
         files=files,
         config=stored.config,
-        dtype=" and ".join(dtypes),
+        dtype=" and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in stored.tensors.values()})),
         parameters=stored.parameters,
-        features=ids.source if ids else "after the final norm, as EAGLE-1/2 does",
-        vocabulary=vocabulary.source,
+        features=f"{', '.join(str(f) for f in stored.config.features)} ({features})",
+        vocabulary=f"{stored.config.draft_vocab_size} tokens ({vocabulary.source})",
         embedding="the target's" if stored.embedding is None else "its own",
         fingerprint=stored.fingerprint,
-        checked_against=None
-        if target is None
-        else f"fits a target with hidden {target.hidden_size}, {target.vocab_size} tokens, {target.num_layers} layers",
+        checked_against=fits(target),
         notes=notes,
     )

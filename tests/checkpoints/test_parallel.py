@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from aquiline.checkpoints.heads import inspect_head
-from aquiline.checkpoints.published_heads import inspect_published_heads, published_kind, read_published_heads
+from aquiline.checkpoints.open import open_head, read_final_heads
 from aquiline.decode import Occupant, new_state, prefill, step
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, StaticTree
+from aquiline.engine.drafting import head_drafter
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import TargetShape
 from tests import tiny
@@ -75,19 +76,18 @@ def _hydra(path: Path, *, grounded: bool = True, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_medusa_formula(layers: int, tmp_path: Path) -> None:
-    heads = read_published_heads(_medusa(tmp_path, layers), TARGET)
+    heads = read_final_heads(_medusa(tmp_path, layers), TARGET)
     given, x = medusa(layers), torch.randn(2, H)
     for i in range(HEADS):
         y = x
         for _ in range(layers):
             y = y + silu(y @ given[f"{i}.0.linear.weight"].T + given[f"{i}.0.linear.bias"])
         torch.testing.assert_close(heads.network.stream(i, x), y @ given[f"{i}.{layers}.weight"].T)
-    assert published_kind(tmp_path) == "medusa"
 
 
 @pytest.mark.parametrize("grounded", [False, True])
 def test_hydra_formula(grounded: bool, tmp_path: Path) -> None:
-    heads = read_published_heads(_hydra(tmp_path, grounded=grounded), TARGET)
+    heads = read_final_heads(_hydra(tmp_path, grounded=grounded), TARGET)
     given, x, tokens = hydra(grounded=grounded), torch.randn(2, H), torch.randn(2, HEADS, H)
     for i in range(HEADS):
         block = {n.removeprefix(f"hydra_mlp.{i}."): t for n, t in given.items()}
@@ -101,12 +101,12 @@ def test_hydra_formula(grounded: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("make", [_medusa, _hydra])
+@pytest.mark.parametrize("make", [_medusa, _hydra, partial(_hydra, grounded=False)])
 @pytest.mark.parametrize("tree", [Chain(3), StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))])
 def test_output_is_plain_decoding(make: Any, tree: Any, tmp_path: Path) -> None:
     target = tiny.decoder("llama")
-    heads = read_published_heads(make(tmp_path), TARGET, torch.float64)
-    drafter = ParallelDrafter(heads, target, tree)
+    drafter, _ = head_drafter(open_head(make(tmp_path), target.shape), tree, target, None)
+    assert isinstance(drafter, ParallelDrafter)
     outputs = []
     for used in (None, drafter):
         prompt = tiny.prompts(1)[0]
@@ -122,7 +122,11 @@ def test_output_is_plain_decoding(make: Any, tree: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
-        (_medusa, {"medusa_num_heads": 4}, r"medusa_lm_head\.pt: missing tensors \['heads\.3\.0\.linear\.bias'"),
+        (
+            _medusa,
+            {"medusa_num_heads": 4},
+            r"medusa_lm_head\.pt: heads\.3\.0\.linear\.bias.* are missing; .*config\.json",
+        ),
         (_medusa, {"medusa_num_layers": 0}, r"medusa_num_layers = 0, expected a number ≥ 1"),
         (_medusa, {"medusa_num_heads": 10**9}, r"medusa_num_heads = 10+, expected a number up to 128"),
         (_medusa, {"medusa_num_heads": "3"}, r"medusa_num_heads = '3', expected a number"),
@@ -133,26 +137,17 @@ def test_output_is_plain_decoding(make: Any, tree: Any, tmp_path: Path) -> None:
 )
 def test_refused(make: Any, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        read_published_heads(make(tmp_path, **changes), TARGET)
+        read_final_heads(make(tmp_path, **changes), TARGET)
 
 
-def test_wrong_target_and_no_heads(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected \(50, 48\) from the target's sizes"):
-        read_published_heads(_medusa(tmp_path / "a"), TargetShape(50, H, 7, 256))
-    (tmp_path / "b").mkdir()
-    with pytest.raises(ValueError, match="holds no published Medusa or Hydra heads"):
-        read_published_heads(tmp_path / "b", TARGET)
+def test_other_heads(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected \(50, 48\); .*use the heads of this target"):
+        read_final_heads(_medusa(tmp_path / "a"), TargetShape(50, H, 7, 256))
+    twice = medusa() | {"heads.0.0.linear.bias": torch.zeros(H)}
+    folder = _folder(tmp_path / "b", "medusa_lm_head.pt", twice, medusa_num_heads=HEADS, medusa_num_layers=1)
+    with pytest.raises(ValueError, match=r"two tensors have one meaning.*fetch"):
+        read_final_heads(folder, TARGET)
     bad = medusa() | {"0.0.linear.bias": torch.full((H,), torch.nan)}
     folder = _folder(tmp_path / "c", "medusa_lm_head.pt", bad, medusa_num_heads=HEADS, medusa_num_layers=1)
     with pytest.raises(ValueError, match=r"heads\.0\.0\.linear\.bias holds NaN"):
-        read_published_heads(folder, TARGET)
-
-
-def test_explained(tmp_path: Path) -> None:
-    report = inspect_published_heads(_medusa(tmp_path / "a"))
-    assert (report.config.hidden_size, report.config.vocab_size, report.checked) == (H, V, False)
-    assert "3, Medusa checkpoint" in str(report) and "medusa_lm_head.pt" in str(report)
-    report = inspect_published_heads(_hydra(tmp_path / "b"), TARGET)
-    assert report.checked and "the path's tokens" in str(report)
-    with pytest.raises(ValueError, match="holds Medusa heads, not an EAGLE head"):
-        inspect_head(tmp_path / "a", TARGET)
+        read_final_heads(folder, TARGET)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from aquiline.checkpoints.eagle.gguf import deinterleaved, interleaved
 from aquiline.checkpoints.export.layouts import FORMATS, export_head
 from aquiline.checkpoints.export.openvino import COMMAND_VARIABLE
-from aquiline.checkpoints.heads import read_stored_head
+from aquiline.checkpoints.open import open_head, stored_eagle
 from tests import tiny
 from tests.checkpoints import head_fixtures as fixtures
 from tests.checkpoints.head_fixtures import IDS, TARGET, VD, H, V
@@ -56,7 +56,7 @@ def target_gguf(tmp_path: Path) -> Path:
 
 
 def _assert_same_bits(first: Path, second: Path) -> None:
-    left, right = read_stored_head(first, TARGET)[0], read_stored_head(second, TARGET)[0]
+    left, right = (stored_eagle(open_head(folder, TARGET)) for folder in (first, second))
     assert left.tensors.keys() == right.tensors.keys()
     for name, tensor in left.tensors.items():
         assert tensor.dtype == right.tensors[name].dtype, name
@@ -220,7 +220,8 @@ def test_a_head_in_memory(tmp_path: Path) -> None:
     shape = fixtures.TargetShape(tiny.VOCAB, 48, 7, 256)
     head.target_fingerprint = "a" * 64
     export_head(head, "vllm", tmp_path, shape, dtype=torch.float32)
-    stored, report = read_stored_head(tmp_path, shape)
+    opened = open_head(tmp_path, shape)
+    stored, report = stored_eagle(opened), opened.report
     assert torch.equal(stored.tensors["fc.weight"], head.network.fc.weight) and report.fingerprint == "a" * 64
 
 
@@ -298,7 +299,7 @@ def test_gguf_with_broken_metadata(
 
     monkeypatch.setattr(gguf.ReaderField, "contents", damaged)
     with pytest.raises(ValueError, match=message) as caught:
-        read_stored_head(tmp_path / "head.gguf", TARGET)
+        open_head(tmp_path / "head.gguf", TARGET)
     assert "head.gguf" in str(caught.value)
 
 
@@ -326,12 +327,12 @@ def test_gguf_needs_the_targets_file(tmp_path: Path, target_gguf: Path) -> None:
         export_head(source, "gguf", tmp_path / "out", TARGET, target_gguf=source / "config.json")
     assert not list((tmp_path / "out").glob("*"))
     with pytest.raises(ValueError, match=r"architecture 'llama', expected 'eagle3'"):
-        read_stored_head(target_gguf, TARGET)
+        open_head(target_gguf, TARGET)
     export_head(source, "gguf", tmp_path / "whole.gguf", TARGET, target_gguf=target_gguf)
     cut = tmp_path / "cut.gguf"
     cut.write_bytes((tmp_path / "whole.gguf").read_bytes()[:4000])
     with pytest.raises(ValueError, match=r"cut\.gguf is not a whole GGUF file"):
-        read_stored_head(cut, TARGET)
+        open_head(cut, TARGET)
 
 
 # -- where it is written ---------------------------------------------------------------------

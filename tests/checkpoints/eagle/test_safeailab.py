@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aquiline.checkpoints.eagle.safeailab import read_head, write_head
-from aquiline.checkpoints.heads import inspect_head
+from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.checkpoints.open import open_head, read_head
 from aquiline.targets.rope import RopeConfig
 from aquiline.targets.target import TargetShape
 from tests import tiny
@@ -364,7 +364,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def test_the_unbroken_one_reads(tmp_path: Path) -> None:
-    assert inspect_head(_good(tmp_path / "head"), TARGET).config.draft_vocab_size == VD
+    assert open_head(_good(tmp_path / "head"), TARGET).report.config.draft_vocab_size == VD
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -374,7 +374,7 @@ def test_broken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     folder = _good(tmp_path / "head")
     damage(folder)
     with pytest.raises(ValueError, match=message) as caught:
-        inspect_head(folder, TARGET)
+        open_head(folder, TARGET)
     assert str(folder) in str(caught.value)
     assert "weights_only" not in str(caught.value)  # torch's advice to run the code
     assert not (tmp_path / "owned-by-a-pickle").exists()
@@ -397,7 +397,7 @@ def test_a_value_of_any_kind_is_read_or_refused(make: Callable[[], dict[str, Any
     for key, value, config in _replaced(make()):
         (folder / "config.json").write_text(json.dumps(config))
         try:
-            inspect_head(folder, TARGET)
+            open_head(folder, TARGET)
         except ValueError as error:
             assert str(folder) in str(error), (key, value)
             refused += 1
@@ -407,9 +407,4 @@ def test_a_value_of_any_kind_is_read_or_refused(make: Callable[[], dict[str, Any
 def test_a_reduced_vocabulary_in_an_eagle1_head(tmp_path: Path) -> None:
     config = fixtures.llama_config(bias=False, draft_vocab_size=VD)
     with pytest.raises(ValueError, match=r"draft_vocab_size = 12, but an EAGLE-1/2 head drafts all 40 tokens"):
-        inspect_head(fixtures.write(tmp_path, config, fixtures.eagle1()), TARGET)
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a folder"):
-        inspect_head(tmp_path / "absent", TARGET)
+        open_head(fixtures.write(tmp_path, config, fixtures.eagle1()), TARGET)

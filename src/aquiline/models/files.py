@@ -1,0 +1,94 @@
+"""Files: read without trusting them, written whole or not at all.
+
+Models and heads come from strangers: nothing outside their folder is opened. Whatever is written appears under its
+name only when it is complete, so that a kill at any moment leaves the previous file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path, remedy: str = "fetch it again") -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Args:
+        path: the file.
+        remedy: what the user can do about a broken file, for the message.
+
+    Raises:
+        ValueError: it cannot be read, is not JSON, or holds something other than an object.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); {remedy}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} holds a {type(document).__name__}, expected an object; {remedy}")
+    return document
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file in the folder, after checking that it does not lead out of it.
+
+    The blob store beside a model hub snapshot counts as inside: there, all files are links.
+
+    Raises:
+        ValueError: the name contains a folder, a link leaves the folder, or the file is not a regular one.
+    """
+    if Path(name).name != name or name in ("", ".", "..") or "\\" in name or not name.isprintable() or len(name) > 255:
+        raise ValueError(f"{folder}: the file name {name[:80]!r} leaves the folder or is none; expected a plain name")
+    path = folder / name
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{path} is a link that leads nowhere ({error}); copy the file itself into the folder"
+        ) from error
+    roots = [home]
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        roots.append(home.parent.parent / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise ValueError(f"{path} is a link that leaves the folder (to {real}); copy the file itself into it")
+    if not real.is_file():
+        raise ValueError(f"{path} is not a file; fetch it again")
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a scratch path beside `path`, and moves that file to `path` when the block succeeds.
+
+    After an error the previous file is untouched and the scratch file is gone.
+    """
+    scratch = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 text file, whole or not at all."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """Yields a scratch folder, and moves its files into `folder` when the block succeeds.
+
+    Other files of `folder` stay. config.json moves last: a folder that has it has everything it names.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        yield Path(scratch)
+        for made in sorted(Path(scratch).iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+            os.replace(made, folder / made.name)

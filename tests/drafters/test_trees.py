@@ -1,0 +1,93 @@
+"""Trees: their numbers are judged, and one language names them everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, parse_tree, tree_text
+from aquiline.engine.drafting import make_drafter
+from aquiline.loading import load
+from tests import tiny
+from tests.path_target import PathTarget
+
+KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "chain": (lambda: Chain(1.5), r"chain depth is 1.5; allowed: an integer"),  # type: ignore[arg-type]
+    "chain text": (lambda: Chain("4"), r"chain depth is '4'"),  # type: ignore[arg-type]
+    "chain bool": (lambda: Chain(True), r"chain depth is True"),
+    "chain probability": (lambda: Chain(2, "x"), r"min_prob is 'x'; allowed: a number"),  # type: ignore[arg-type]
+    "static": (lambda: StaticTree(5), r"tree paths is 5; allowed: several tuples"),  # type: ignore[arg-type]
+    "static path": (lambda: StaticTree(("a",)), r"tree path is 'a'; allowed: a tuple of ranks"),  # type: ignore[arg-type]
+    "static rank": (lambda: StaticTree(((0,), (0, 0.5))), r"tree path rank is 0.5"),  # type: ignore[arg-type]
+    "dynamic": (lambda: DynamicTree(6.5, 2, 3), r"num_nodes is 6.5; allowed: an integer ≥ 2"),  # type: ignore[arg-type]
+    "dynamic none": (lambda: DynamicTree(6, None, 3), r"depth is None; allowed"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_numbers_of_another_kind(case: str) -> None:
+    make, words = KINDS[case]
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("chain:5", Chain()),
+        ("chain:4,0.15", Chain(4, 0.15)),
+        ("static", StaticTree()),
+        ("static:0,1,0.0,0.1", StaticTree(((0,), (1,), (0, 0), (0, 1)))),
+        ("dynamic:32,5,8", DynamicTree(32, 5, 8)),
+        ("dynamic:32,5,8,1e-05", DynamicTree(32, 5, 8, 1e-5)),
+    ],
+)
+def test_the_language_goes_both_ways(text: str, tree: TreePolicy) -> None:
+    assert parse_tree(text) == tree and tree_text(tree) == text
+
+
+def test_defaults_have_short_forms() -> None:
+    assert parse_tree("chain") == Chain() and parse_tree("static") == StaticTree()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((text, "is not a tree; allowed: chain") for text in ("", "bush:3", "chain:", "chain:4,0.1,2", "chain:x")),
+        *((text, "is not a tree; allowed: .*dynamic") for text in ("dynamic", "dynamic:10,2", "dynamic:10,x,2")),
+        *((text, "is not a tree; allowed: .*static") for text in ("static:", "static:0,a", "static:0,.1")),
+        ("chain:0", "chain depth is 0; allowed: ≥ 1"),
+        ("chain:4,nan", "min_prob is nan"),
+        ("static:0.0", r"path \(0, 0\) lacks its parent \(0,\); add it"),
+        ("dynamic:500,2,3", "num_nodes 500 .* at most 13 nodes; lower num_nodes"),
+    ],
+)
+def test_what_is_no_tree(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_tree(text)
+
+
+def test_load_takes_the_language() -> None:
+    loaded = load(tiny.hf_model("llama"), "prompt-lookup", tree="chain:7")
+    assert isinstance(loaded.drafter, PromptLookup) and loaded.drafter.depth == 7
+    with pytest.raises(ValueError, match=r"'bush:3' is neither a tree nor a file; allowed: chain.*aquiline tune"):
+        load("no such target", "prompt-lookup", tree="bush:3")  # before the target is looked for
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "allowed"),
+    [
+        ("prompt-lookup", "static", "Chain"),
+        ("prompt-lookup", "chain:4,0.1", "no min_prob"),
+        ("auto", "dynamic:8,2,3", "Chain"),
+        ("lookahead", "chain:4", "none.*make a Lookahead"),
+        (None, "chain:4", "draft=None"),
+        (PromptLookup(), "chain:4", "PromptLookup has its own tree settings"),
+    ],
+)
+def test_a_tree_that_the_draft_cannot_draft(draft: Any, tree: str, allowed: str) -> None:
+    with pytest.raises(ValueError, match=allowed):
+        make_drafter(draft, tree, PathTarget(11), None)
