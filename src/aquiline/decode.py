@@ -1,6 +1,6 @@
-"""The loop: prefill and step, for any drafter and any number of rows.
+"""The decoding loop: prefill and step, for any drafter and any number of rows.
 
-One step: propose a tree, forward it through the target, accept, commit, extend the drafter.
+A step proposes a tree, runs it through the target, accepts, commits, and extends the drafter.
 Plain decoding is the same step with a root-only tree.
 """
 
@@ -23,7 +23,7 @@ from aquiline.tree import DraftTree
 from aquiline.verify import Acceptance, LossyRule, accept, accept_lossy, accept_sampled
 
 PREFILL_CHUNK = 512
-"""Prompt tokens per forward: bounds the memory of a prefill, and equals one pass."""
+"""Prompt tokens per forward, to bound the memory of a prefill; the result equals a single pass."""
 
 
 @dataclass(eq=False)
@@ -31,9 +31,9 @@ class Occupant:
     """The request in a slot.
 
     Attributes:
-        tokens: prompt and output so far; the last one is the root (not yet in the cache).
-        chooser: how its tokens are chosen.
-        stats: its counters.
+        tokens: prompt and output so far; the last one is the root, not yet in the cache.
+        chooser: chooses the target's tokens.
+        stats: counters of the request.
     """
 
     tokens: list[int]
@@ -43,16 +43,16 @@ class Occupant:
 
 @dataclass(eq=False)
 class DecodeState:
-    """Everything that changes while decoding.
+    """The mutable state of decoding.
 
     Between steps ``cache.lengths[s] == len(occupants[s].tokens) - 1`` for every occupied slot s.
 
     Attributes:
         cache: the target's keys and values.
-        occupants: slot → occupant, None where free.
-        drafter_state: what the drafter's `new_state` returned, or None for plain decoding.
-        stats: phase seconds of all rows together.
-        generator: source of the draws of sampled drafts and of their verification.
+        occupants: slot → occupant, or None if free.
+        drafter_state: the result of the drafter's `new_state`, or None for plain decoding.
+        stats: seconds per phase, over all rows.
+        generator: source of randomness for sampled drafts and their verification.
     """
 
     cache: KVCache
@@ -69,7 +69,7 @@ class StepResult:
     Attributes:
         slot: the row's slot.
         tokens: accepted drafts, then the target's own token; at least one.
-        logits: (len(tokens), V) float32 target logits that each was chosen from, on request.
+        logits: (len(tokens), V) float32 target logits that each token was chosen from, if requested.
     """
 
     slot: int
@@ -98,14 +98,14 @@ def prefill(
 ) -> StepResult:
     """Runs a prompt in a slot and chooses its first token.
 
-    What the cache already holds of the prompt (a chat's earlier turns, a shared prefix) is not
-    run again. Logits are computed for the last position only.
+    The part of the prompt that the cache already holds (a chat's earlier turns, a shared prefix) is not
+    computed again. Logits are computed only for the last position.
 
     Args:
         target: the target.
         drafter: the drafter or None.
         state: mutated.
-        slot: its first `state.cache.lengths[slot]` positions hold the prompt's beginning.
+        slot: its first `state.cache.lengths[slot]` positions hold a prefix of the prompt.
         occupant: its `tokens` are the prompt, at least one.
         keep_logits: return the logits that the token was chosen from.
         chunk: tokens per forward.
@@ -186,7 +186,7 @@ def step(
         drafter: the drafter, or None for plain decoding.
         state: mutated.
         slots: occupied, distinct.
-        max_depth: deepest draft worth making, from the remaining budgets.
+        max_depth: deepest useful draft given the remaining budgets.
         keep_logits: return the logits that each token was chosen from.
         lossy: an acceptance rule that changes the output distribution.
     """
@@ -262,7 +262,7 @@ def _emitted(tree: DraftTree, paths: Sequence[Sequence[int]], acceptance: Accept
 def _committed(
     rows: Rows, tree: DraftTree, out: TargetOutput, acceptance: Acceptance, emitted: Sequence[Sequence[int]]
 ) -> Committed:
-    """The committed positions: the feature at each node of the path, and the token after it."""
+    """Collects the committed positions: the feature at each node of the path, and the token after it."""
     width = acceptance.path.shape[1]
     device = acceptance.next_token.device
     tokens = torch.tensor([[*t, *[0] * (width - len(t))] for t in emitted], device=device)

@@ -1,7 +1,7 @@
-"""Verification: which drafted nodes the target accepts, and the token after them.
+"""Verification: finds the drafted nodes that the target accepts, and the token after them.
 
-Terms: a node is *accepted* if the emitted text runs through it; `next_token` is the target's
-own token after the last accepted node. A step emits the accepted nodes and the next token.
+A node is *accepted* if the emitted text contains it; `next_token` is the target's own token after the
+last accepted node. A step emits the accepted nodes and the next token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Acceptance:
 
     Attributes:
         path: (B, A) int64 accepted node indices, root first, padded with -1.
-        num_accepted: (B,) int64 accepted drafts (the root does not count).
+        num_accepted: (B,) int64 accepted drafts, without the root.
         next_token: (B,) int64 the target's own token after the last accepted node.
     """
 
@@ -51,11 +51,10 @@ def accept(
 ) -> Acceptance:
     """Walks each tree with the target's own tokens; exact for every tree that was not sampled.
 
-    At the root, take the target's token (arg-max or the seeded draw). While it is a child,
-    move there and take the next. This is reject-and-renormalise with q = 1: a child is entered
-    with exactly the target's probability, and otherwise the token drawn is distributed as the
-    target given that no child was hit. It needs no residual, and the draw for output position t
-    is the one that plain decoding makes.
+    At the root, take the target's token (the arg-max or the seeded draw). While it is a child, move
+    there and take the next. This is reject-and-renormalise with q = 1: a child is entered with exactly
+    the target's probability; otherwise the drawn token has the target's distribution given that no
+    child was hit. No residual is needed, and output position t uses the same draw as plain decoding.
 
     Args:
         tree: B trees built without randomness.
@@ -63,10 +62,10 @@ def accept(
         choosers: B choosers.
         prefixes: B token sequences up to and including the root.
 
-    Source: EAGLE-2's verification in the reference code; differs: one draw, not one per child.
+    Source: EAGLE-2's verification in the reference code; differs: one draw per node, not one per child.
     """
     children = _children(tree)
-    # One arg-max for the batch; rows with processors or a temperature ask node by node.
+    # One arg-max for the batch; rows with processors or a temperature choose node by node.
     greedy = _best(logits) if any(c.params.plain_greedy for c in choosers) else None
     paths, next_tokens = [], []
     for row, chooser in enumerate(choosers):
@@ -82,7 +81,7 @@ def accept(
 
 
 def _best(logits: Tensor) -> list[list[int]]:
-    """The arg-max at every node, -1 where it is not a number."""
+    """Returns the arg-max at every node, or -1 for NaN."""
     best = logits.argmax(-1, keepdim=True)
     rows: list[list[int]] = best.masked_fill(logits.gather(-1, best).isnan(), -1)[..., 0].tolist()
     return rows
@@ -105,7 +104,7 @@ def _lazy_choice(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """Per row: (parent, token) → node, candidates only."""
+    """Returns, per row, (parent, token) → node for all candidates."""
     limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
     result = []
     for tokens, parents, limit in zip(tree.tokens.tolist(), tree.parents.tolist(), limits.tolist(), strict=True):
@@ -135,16 +134,16 @@ def accept_sampled(
 ) -> Acceptance:
     """Multi-round speculative sampling for trees whose children were *drawn* from the draft.
 
-    At a node, p is the target's distribution and q the draft's. Children come in the order in
-    which they were drawn, without replacement: child x is accepted with probability
-    min(1, p(x) / q(x)); on rejection p ← norm(max(0, p − q)) and q loses x and is renormalised.
-    If all are rejected, the token is drawn from what is left of p. The result is distributed
-    exactly as the target.
+    At a node, p is the target's distribution and q the draft's. Children are tried in the order in
+    which they were drawn without replacement. Child x is accepted with probability
+    min(1, p(x) / q(x)); on rejection, p ← norm(max(0, p − q)), and q is renormalised without x. If all
+    are rejected, the token is drawn from the final p. The result has exactly the target's
+    distribution.
 
     Args:
         tree: B trees with `draft_probs`; siblings in drawing order by node index.
         logits: (B, N, V).
-        choosers: B choosers; at temperature 0 the target's distribution is its arg-max alone.
+        choosers: B choosers; at temperature 0 the target's arg-max has probability 1.
         prefixes: B token sequences up to and including the root.
         generator: source of the uniform draws.
 
@@ -172,7 +171,7 @@ def accept_sampled(
 
 
 def _law(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Tensor:
-    """(V,) float64 distribution of the target's token; all on one token at temperature 0."""
+    """Returns the (V,) float64 distribution of the target's token; one-hot at temperature 0."""
     if chooser.params.temperature > 0:
         return chooser.probabilities(logits, prefix).double()
     certain = torch.zeros_like(logits, dtype=torch.float64)
@@ -181,7 +180,7 @@ def _law(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Tensor
 
 
 def _rounds(candidates: Sequence[int], p: Tensor, q: Tensor, generator: torch.Generator) -> tuple[int | None, Tensor]:
-    """Tries the siblings in order; returns (index of the accepted one or None, what is left of p)."""
+    """Tries the siblings in order; returns (index of the accepted one or None, the remaining p)."""
     for i, token in enumerate(candidates):
         uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
         if uniform * float(q[token]) < float(p[token]):
@@ -189,7 +188,7 @@ def _rounds(candidates: Sequence[int], p: Tensor, q: Tensor, generator: torch.Ge
         left = (p - q).clamp_(min=0)
         total = left.sum()
         if float(total) <= 0:
-            # p equals q up to rounding: a rejection had probability 0, so p itself is the law.
+            # p equals q up to rounding, so a rejection had probability 0: keep p as the distribution.
             return None, p
         p = left / total
         q = q.clone()
@@ -204,10 +203,10 @@ class LossyRule:
 
     Attributes:
         kind: "threshold" (SGLang's two thresholds) or "typical" (Medusa's).
-        single: threshold: accept a child whose target probability is at least this, in (0, 1].
-        accumulated: threshold: divides the accumulated probability in the coin test, in (0, 1].
-        epsilon: typical: upper bound of the acceptance threshold.
-        delta: typical: factor on exp(-entropy).
+        single: for threshold: accept a child with at least this target probability, in (0, 1].
+        accumulated: for threshold: divisor of the accumulated probability in the coin test, in (0, 1].
+        epsilon: for typical: upper bound of the acceptance threshold.
+        delta: for typical: factor on exp(-entropy).
     """
 
     kind: str
@@ -225,7 +224,7 @@ class LossyRule:
 
     @property
     def exact(self) -> bool:
-        """True for thresholds of 1, which change nothing."""
+        """True for thresholds of 1, which have no effect."""
         return self.kind == "threshold" and self.single == 1 and self.accumulated == 1
 
 
@@ -236,17 +235,16 @@ def accept_lossy(
     prefixes: Sequence[Sequence[int]],
     rule: LossyRule,
 ) -> Acceptance:
-    """Accepts more than the target would; the output distribution changes.
+    """Accepts more drafts than the target's distribution does, which changes the output distribution.
 
-    Threshold: one coin a node; children are tried in order and accepted when the target
-    probability accumulated over them, divided by `accumulated`, reaches the coin, or their own
-    reaches `single`; otherwise the token is drawn from what the tried children leave of p.
-    Typical: a child is accepted when its probability is at least
-    min(epsilon, delta · exp(−entropy)), the likeliest first; the token after the path is the
-    target's own.
+    Threshold: draws one coin per node and tries the children in order. A child is accepted if the
+    target probability accumulated over them, divided by `accumulated`, reaches the coin, or its own
+    probability reaches `single`; otherwise the token is drawn from p without the tried children.
+    Typical: a child is accepted if its probability is at least min(epsilon, delta · exp(−entropy)),
+    the likeliest first; the token after the path is the target's own.
 
     Raises:
-        ValueError: at temperature 0, where the rules have nothing to relax.
+        ValueError: at temperature 0, where the rules have no effect.
 
     Source: SGLang's `tree_speculative_sampling_target_only`; Medusa (arXiv 2401.10774 §2.3.1).
     """
@@ -254,7 +252,7 @@ def accept_lossy(
         return accept(tree, logits, choosers, prefixes)
     if any(chooser.params.temperature == 0 for chooser in choosers):
         raise ValueError(
-            "temperature is 0: lossy acceptance needs temperature > 0; drop the lossy rule for greedy output"
+            "temperature is 0, but lossy acceptance needs temperature > 0; remove the lossy rule for greedy output"
         )
     paths, next_tokens = [], []
     limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
@@ -286,7 +284,7 @@ def _enter_threshold(
         if coin < accumulated / rule.accumulated or float(probs[token]) >= rule.single:
             return node, probs
         left[token] = 0
-    # All of p tried and refused by rounding alone: p itself is the only law left.
+    # Rounding alone rejected all of p: keep p as the distribution.
     return None, left if float(left.sum()) > 0 else probs
 
 

@@ -1,1 +1,1 @@
-"""Drafters: everything that fills a draft tree."""
+"""Drafters: the methods that propose draft trees."""

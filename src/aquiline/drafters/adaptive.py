@@ -1,4 +1,4 @@
-"""Speculation that switches itself off where it does not pay."""
+"""Switches drafting off while it does not pay."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from aquiline.drafters.drafter import Committed, Drafter, Rows, check_wrappable
 from aquiline.tree import DraftTree
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
-"""Plain steps before drafting is tried again: the first time, and at most."""
+"""Plain steps before drafting is tried again: initial value and maximum."""
 
 FIRST_JUDGED, CHECK_PLAIN, TRIAL = 8, 64, 4
-"""Drafted steps before the first judgement (the next ones come after twice as many each), at most
-between two judgements, and of a trial after a pause: for one row. Several rows tell as much in fewer
-steps, and there a step that does not pay costs more."""
+"""For one row: drafted steps before the first judgement (the interval doubles each time), the maximum
+interval, and the length of a trial after a pause. Several rows give the same evidence in fewer steps,
+and an unprofitable step costs more there."""
 
 _FEWEST_JUDGED, _FEWEST_TRIED = 3, 2
-"""The same for many rows: the first drafted step pays for warming up."""
+"""The same for many rows; the first drafted step is slow because it warms up."""
 
 _WINDOW = 64
-"""Drafted steps that the estimate of their yield remembers: texts change."""
+"""Window of the yield estimate in drafted steps, limited because texts change."""
 
 
 @dataclass(eq=False)
 class Payoff:
-    """What drafted steps yield, and what they cost beside plain ones, for one number of rows.
+    """Yield and relative cost of drafted steps, for one number of rows.
 
-    A machine's speed drifts by more than what is to be decided, so costs are compared only between
-    steps that followed each other: a run of drafted steps and the plain ones right before or after
-    it give one ratio, and the median of the last five counts.
+    A machine's speed drifts by more than the difference in question, so costs are compared only
+    between neighbouring steps: a run of drafted steps and the plain steps next to it give one ratio,
+    and the median of the last five counts.
 
     Attributes:
         tokens: mean tokens per row of a drafted step.
-        variance: of the same.
-        seen: drafted steps that these rest on, at most `_WINDOW`.
+        variance: variance of the same.
+        seen: drafted steps behind both estimates, at most `_WINDOW`.
         ratios: seconds of drafted steps over seconds of plain ones.
-        runs: mean seconds of the last run of drafted (True) and of plain (False) steps.
-        last: the kind of the last step.
-        warm: kinds of which a step was seen; the first of each pays for warming up.
+        runs: mean seconds of the last run of drafted (True) and plain (False) steps.
+        last: whether the last step drafted.
+        warm: kinds that have run at least once; the first step of each kind is slow.
     """
 
     tokens: float = 1.0
@@ -54,7 +54,7 @@ class Payoff:
     warm: set[bool] = field(default_factory=set)
 
     def record(self, drafted: bool, seconds: float, tokens: float) -> None:
-        """Takes in one step of `seconds` that emitted `tokens` per row."""
+        """Records a step of `seconds` that emitted `tokens` per row."""
         if drafted:
             self.seen = min(self.seen + 1, _WINDOW)
             difference = tokens - self.tokens
@@ -64,7 +64,7 @@ class Payoff:
             self.warm.add(drafted)
             return
         if drafted is self.last:
-            # A step that was interrupted (another process, a slow consumer) says nothing about its cost.
+            # The time of an interrupted step (other processes, a slow consumer) is meaningless.
             usual = self.runs[drafted]
             self.runs[drafted] += (min(seconds, 3 * usual) - usual) / 4
         else:
@@ -74,29 +74,29 @@ class Payoff:
         self.last = drafted
 
     def pays(self) -> bool:
-        """Whether drafting may still be the faster way: in doubt it is, and few steps leave doubt."""
+        """True unless drafting is clearly slower; with few steps it stays uncertain, so True."""
         if len(self.runs) < 2 or self.seen < 2:
             return True
         doubt = 0.5 * ((self.variance + 0.1) / self.seen) ** 0.5
         return bool(self.tokens + doubt >= median([*self.ratios, self.runs[True] / self.runs[False]]))
 
     def doubt(self) -> None:
-        """Lets what comes next weigh more: after a pause the text is another."""
+        """Gives the next steps more weight, because the text has changed during a pause."""
         self.seen = min(self.seen, FIRST_JUDGED)
 
 
 @dataclass(eq=False)
 class _Choice:
-    """What is known and decided for one number of rows: what pays for one need not for another.
+    """Measurements and decision for one number of rows; the best choice depends on the batch size.
 
     Attributes:
         batch: the number of rows.
-        payoff: what was measured.
-        drafting: whether steps draft now.
-        left: steps of the present kind until the next decision.
+        payoff: the measurements.
+        drafting: whether steps currently draft.
+        left: steps of the current kind until the next decision.
         patience: drafted steps between two judgements.
         pause: plain steps before the next trial of drafting.
-        checked: the last step was the plain one that a judgement needs.
+        checked: whether the last step was the plain step that a judgement needs.
     """
 
     batch: int = 1
@@ -113,18 +113,18 @@ class _Choice:
 
     @property
     def first(self) -> int:
-        """Drafted steps before the first judgement."""
+        """Number of drafted steps before the first judgement."""
         return max(FIRST_JUDGED // self.batch, _FEWEST_JUDGED)
 
     @property
     def trial(self) -> int:
-        """Drafted steps of a trial after a pause."""
+        """Number of drafted steps in a trial after a pause."""
         return max(TRIAL // self.batch, _FEWEST_TRIED)
 
     def decide(self) -> bool:
-        """Whether the next step drafts."""
+        """Returns True if the next step drafts."""
         if False not in self.payoff.warm and self.left <= self.first:
-            return False  # once, early: plain's first step pays for warming up, and is not measured
+            return False  # once, early: plain decoding's first step warms up and is not measured
         self.left -= 1
         if self.left > 0:
             return self.drafting
@@ -147,11 +147,11 @@ class _Choice:
 
 @dataclass(eq=False)
 class AdaptiveState:
-    """Per decode state: the inner drafter's state and the step under way.
+    """The inner drafter's state and the current step.
 
     Attributes:
         inner: state of the inner drafter.
-        began: when the present step's `propose` began, or None between generations.
+        began: start time of the current step's `propose`, or None between generations.
         speculated: whether that step drafted.
         batch: its number of rows.
     """
@@ -163,24 +163,24 @@ class AdaptiveState:
 
 
 class Adaptive:
-    """Watches what speculation costs and yields, and falls back towards plain decoding.
+    """Measures cost and yield of drafting, and decodes plainly while drafting does not pay.
 
-    Steps are timed where they run. While drafting pays, every 64th step is plain, to know what plain
-    costs; while it does not, drafting is tried again for a few steps after 32, 64, … 256 plain ones.
-    The output cannot depend on these choices: verification is exact.
+    Steps are timed in use. While drafting pays, every 64th step is plain, to measure its cost; while
+    it does not, drafting is retried for a few steps after 32, 64, … 256 plain ones. Verification is
+    exact, so these choices never change the output.
 
     Args:
-        inner: the drafter. It takes in every committed position either way.
+        inner: the drafter. It receives every committed position in both modes.
 
     Raises:
-        ValueError: a drafter that must see every step, or that samples: how long steps take would
-            then decide which tokens a seed draws.
+        ValueError: for a drafter that needs every step, or that samples: step times would then
+            influence which tokens a seed draws.
     """
 
     def __init__(self, inner: Drafter) -> None:
         check_wrappable(inner, "adaptive", "leave adaptive=False")
         self.inner, self.needs = inner, inner.needs
-        # Speed is a fact about models and machine, so all generations share it.
+        # Speed depends on models and machine, so all generations share the measurements.
         self._choices: dict[int, _Choice] = {}
 
     def new_state(self, slots: int, capacity: int) -> AdaptiveState:
@@ -195,7 +195,6 @@ class Adaptive:
             state.began = None
 
     def propose(self, rows: Rows, state: AdaptiveState) -> DraftTree:
-        """A root-only tree while speculation does not pay."""
         batch = len(rows.slots)
         state.speculated, state.batch, state.began = self._choice(batch).decide(), batch, time.perf_counter()
         return self.inner.propose(rows, state.inner) if state.speculated else trees.root_only(rows.roots)

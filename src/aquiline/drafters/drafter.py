@@ -1,4 +1,4 @@
-"""The seam between the decoding loop and its drafters: two records and one protocol."""
+"""The interface between the decoding loop and its drafters: two records and one protocol."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from aquiline.tree import DraftTree
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs from the loop, and from a wrapper around it.
+    """Requirements of a drafter on the loop, and on wrappers.
 
     Attributes:
         features: target features that `extend` reads; empty for token-only drafters.
-        every_step: its trees carry more than drafts, and it reads the target's logits at them
-            (Lookahead's window), so no wrapper may skip or change them.
-        samples: it draws its drafts where a row samples, and its trees then carry `draft_probs`.
-            The output equals plain decoding in distribution, not token for token.
+        every_step: its trees hold nodes other than drafts whose target logits it reads (Lookahead's
+            window), so a wrapper must not skip or change them.
+        samples: it draws drafts for rows that sample; its trees then have `draft_probs`, and the
+            output equals plain decoding in distribution, not token for token.
     """
 
     features: tuple[Feature, ...] = ()
@@ -37,11 +37,11 @@ class Rows:
 
     Attributes:
         slots: B distinct slots.
-        texts: per row, prompt and output so far. A live view: a step appends what it commits, so
-            a text ends with the root in `propose` and with the last committed token in `extend`.
-        choosers: per row, how the target's tokens are chosen.
-        max_depth: deepest level worth drafting, from the remaining budgets, ≥ 0; None: no limit.
-        generator: source of the draws of sampled drafts.
+        texts: per row, prompt and output so far. A live view: a step appends committed tokens, so a
+            text ends with the root in `propose` and with the last committed token in `extend`.
+        choosers: per row, chooses the target's tokens.
+        max_depth: deepest useful level given the remaining budgets, ≥ 0; None: no limit.
+        generator: source of randomness for sampled drafts.
     """
 
     slots: Sequence[int]
@@ -61,11 +61,11 @@ class Rows:
         return any(chooser.params.temperature > 0 for chooser in self.choosers)
 
     def depth(self, deepest: int) -> int:
-        """`deepest`, or `max_depth` where that is less."""
+        """Returns the smaller of `deepest` and `max_depth`."""
         return deepest if self.max_depth is None else min(deepest, self.max_depth)
 
     def pick(self, indices: Sequence[int]) -> Rows:
-        """Some of the rows, by their index in the batch."""
+        """Selects rows by their index in the batch."""
         return replace(
             self,
             slots=[self.slots[i] for i in indices],
@@ -76,15 +76,15 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Committed:
-    """What became text: a chunk of a prompt, or what a step emitted.
+    """Newly committed tokens: a chunk of a prompt, or the tokens of a step.
 
     Attributes:
         rows: the rows; their texts end with the last committed token.
         tokens: (B, T) int64, padded; ``tokens[:, i]`` is the token *after* the position of
             ``features[:, i]`` (EAGLE's one-step shift).
         features: (B, T, F) target features, or None if `Needs.features` is empty.
-        counts: per row, how many of the T are real.
-        tree: the verified tree of a step, root-only where nothing was drafted; None for a prompt.
+        counts: per row, the number of tokens without padding.
+        tree: the verified tree of a step, root-only if nothing was drafted; None for a prompt.
         logits: (B, N, V) target logits at the tree's nodes; None for a prompt.
     """
 
@@ -97,11 +97,11 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Fills draft trees. Requests leave their traces in what `new_state` returns, not in the drafter."""
+    """Proposes draft trees. All per-request state lives in the result of `new_state`."""
 
     @property
     def needs(self) -> Needs:
-        """Constant over the drafter's life."""
+        """The drafter's requirements; they never change."""
         ...
 
     def new_state(self, slots: int, capacity: int) -> Any:
@@ -112,13 +112,13 @@ class Drafter(Protocol):
         """Builds one tree per row below its root, on any device.
 
         Args:
-            rows: the rows; `extend` has taken in all of their texts.
+            rows: the rows; `extend` has received all of their texts.
             state: may be mutated.
         """
         ...
 
     def extend(self, committed: Committed, state: Any) -> None:
-        """Takes in newly committed positions, each exactly once and in order.
+        """Receives newly committed positions, each exactly once and in order.
 
         Args:
             committed: prefill chunks, chat turns, steps.
@@ -127,31 +127,31 @@ class Drafter(Protocol):
         ...
 
     def copy(self, source: int, slot: int, length: int, state: Any) -> None:
-        """Makes an empty slot hold the first `length` tokens of slot `source`, as `reset` would keep them.
+        """Copies the first `length` tokens of slot `source` into an empty slot, as `reset` would keep them.
 
-        Requests with a common beginning share the target's keys and values, and the shared
-        positions are not passed to `extend` again. A drafter that reads texts alone does nothing.
+        Requests with a common prefix share the target's keys and values, and the shared positions are
+        not passed to `extend` again. A drafter that reads only texts does nothing.
         """
         ...
 
     def reset(self, slot: int, length: int, state: Any) -> None:
-        """Forgets all but the first `length` tokens of a slot (0 frees it)."""
+        """Discards all but the first `length` tokens of a slot (0 frees it)."""
         ...
 
 
 def check_wrappable(drafter: Drafter, wrapped: str, remedy: str) -> None:
-    """Rejects a drafter whose trees must reach the target unchanged and in every step.
+    """Rejects a drafter whose trees must reach the target unchanged in every step.
 
-    A wrapper that skips, cuts or mixes trees would starve a window, or lose the distributions
-    that sampled drafts are verified with.
+    A wrapper that skips, cuts or mixes trees would deprive Lookahead of its window, or lose the
+    distributions needed to verify sampled drafts.
 
     Args:
-        drafter: the drafter.
-        wrapped: what it cannot be, "merged" for example.
-        remedy: what to do instead.
+        drafter: the drafter to wrap.
+        wrapped: description for the error message, such as "merged".
+        remedy: suggestion that ends the message.
 
     Raises:
-        ValueError: it needs every step, or it samples.
+        ValueError: if the drafter needs every step, or samples.
     """
     name = type(drafter).__name__
     if drafter.needs.every_step:

@@ -32,13 +32,13 @@ from aquiline.tree import DraftTree
 
 @dataclass(eq=False)
 class EagleState:
-    """What an `EagleDrafter` keeps per slot.
+    """The state of an `EagleDrafter`.
 
     Attributes:
-        cache: the head's own keys and values, from the target's features only.
+        cache: the head's own keys and values, computed only from the target's features.
         hidden: (slots, H) feedback at the last ingested position.
-        logits: (slots, Vd) draft logits there.
-        pending: per slot, pieces not yet forwarded (tokens (n,), features (n, F)).
+        logits: (slots, Vd) draft logits at that position.
+        pending: per slot, chunks not yet forwarded (tokens (n,), features (n, F)).
     """
 
     cache: KVCache
@@ -49,7 +49,7 @@ class EagleState:
 
 @dataclass(eq=False)
 class _Pool:
-    """Candidate nodes of one row in the order in which they were made, parents first."""
+    """Candidate nodes of one row in order of creation, parents first."""
 
     tokens: list[int]
     parents: list[int]  # index into the pool, -1 for the root
@@ -59,25 +59,25 @@ class _Pool:
 class EagleDrafter:
     """Drafts with an EAGLE head.
 
-    Keys and values of accepted tokens are always computed from the target's features: what the
-    head wrote while it drafted lies beyond the committed length and is overwritten.
+    Keys and values of accepted tokens are always computed from the target's features: those written
+    while drafting lie beyond the committed length and are overwritten.
 
     Args:
         head: the draft head.
-        target: gives embeddings, and for EAGLE-1/2 the LM head.
+        target: provides embeddings, and for EAGLE-1/2 the LM head.
         policy: the shape of the trees.
-        sampled: draw the children, where a row samples, instead of taking the likeliest
-            (EAGLE-1's Algorithm 1); a chain or a static tree. The output is then equal to plain
-            decoding in distribution, not token for token.
-        packed: draft with a fast CPU copy of the network as it is now, where the machine has the
-            kernels; not for a network whose weights still change.
+        sampled: for rows that sample, draw children instead of taking the likeliest (EAGLE-1's
+            Algorithm 1); needs a chain or a static tree. The output then equals plain decoding in
+            distribution, not token for token.
+        packed: draft with a fast CPU copy of the current network, if the machine supports it; not
+            for a network whose weights still change.
     """
 
     def __init__(
         self, head: DraftHead, target: Target, policy: TreePolicy, *, sampled: bool = False, packed: bool = False
     ) -> None:
         if sampled and isinstance(policy, DynamicTree):
-            raise ValueError("sampled drafts need a tree whose shape is fixed beforehand: use a chain or a static tree")
+            raise ValueError("sampled drafts need a tree of fixed shape; use a chain or a static tree")
         if sampled and isinstance(policy, StaticTree):
             check_ranks(policy)
         self.head, self.target, self.policy = head, target, policy
@@ -103,7 +103,7 @@ class EagleDrafter:
         assert features is not None, "an EAGLE head needs the target's features"
         for i, (slot, count) in enumerate(zip(committed.rows.slots, committed.counts, strict=True)):
             if count:
-                # A copy: `features` may be a view into a buffer that the next forward reuses.
+                # Copy, because `features` may be a view into a buffer that the next forward reuses.
                 state.pending[slot].append((committed.tokens[i, :count].clone(), features[i, :count].clone()))
 
     def copy(self, source: int, slot: int, length: int, state: EagleState) -> None:
@@ -112,14 +112,13 @@ class EagleDrafter:
         copy_prefix(state.cache, source, slot, length - 1)
 
     def reset(self, slot: int, length: int, state: EagleState) -> None:
-        """`length` tokens are length - 1 pairs of a feature and the token after it."""
+        """Keeps length - 1 positions, each a pair of a feature and the token after it."""
         if length > 0:
             self._flush([slot], state)
         state.pending[slot].clear()
         truncate(state.cache, slot, min(max(length - 1, 0), int(state.cache.lengths[slot])))
 
     def propose(self, rows: Rows, state: EagleState) -> DraftTree:
-        """Ingests what is pending, then drafts."""
         self._flush(rows.slots, state)
         depth = rows.depth(self.policy.depth)
         if depth < 1:
@@ -136,7 +135,7 @@ class EagleDrafter:
     # -- ingesting --------------------------------------------------------------------------
 
     def _flush(self, slots: Sequence[int], state: EagleState) -> None:
-        """Runs the network on what `extend` took in."""
+        """Runs the network on the pending positions."""
         waiting = [slot for slot in slots if state.pending[slot]]
         if not waiting:
             return
@@ -228,7 +227,7 @@ class EagleDrafter:
         paths: Sequence[tuple[int, ...]],
         draws: DrawnCandidates | None = None,
     ) -> DraftTree:
-        """EAGLE-1: the tokens of given ranks (or drawn in this order) below given parents."""
+        """EAGLE-1: fills a fixed tree with the tokens of given ranks, or drawn in that order."""
         slots, parents = list(rows.slots), parents_of(paths)
         root = torch.tensor(rows.roots, device=self.target.device)
         logits, feedback = state.logits[slots][:, None], state.hidden[slots][:, None]
@@ -256,19 +255,19 @@ class EagleDrafter:
         width = level.tokens.shape[1]
         starts = state.cache.lengths[list(slots)].to(level.tokens.device)
         positions = (starts + depth - 1)[:, None].expand(-1, width)
-        # A chain sees all that lies before it, which needs no mask.
+        # A chain sees everything before it and needs no mask.
         visible = None if width == 1 and level.visible.shape[2] == depth else level.visible
         return self._forward(level.tokens, level.hidden, positions, visible, state.cache, slots, level.offset)
 
     def _candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest (log-probability float32, target id) of each node."""
+        """Returns the k likeliest (log-probability float32, target id) of each node."""
         logits = logits.float()
         values, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
         return values - logits.logsumexp(-1, keepdim=True), self._target_ids(ids)
 
 
 def _fitted(policy: Chain | DynamicTree, depth: int) -> DynamicTree:
-    """The policy cut to `depth`; a chain is a dynamic tree of one candidate a level."""
+    """Limits the policy to `depth`; a chain is a dynamic tree with one candidate per level."""
     if isinstance(policy, Chain):
         return DynamicTree(depth + 1, depth, 1, policy.min_prob)
     room = 1 + policy.top_k + (depth - 1) * policy.top_k**2
@@ -277,13 +276,13 @@ def _fitted(policy: Chain | DynamicTree, depth: int) -> DynamicTree:
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Nodes of one level on their way through the network.
+    """The nodes of one level as network input.
 
     Attributes:
         tokens: (B, W) int64.
         hidden: (B, W, H) feedback of their parents.
         visible: (B, W, offset + W) bool over the slots of all levels fed so far and this one.
-        offset: slots of the levels before.
+        offset: slots of earlier levels.
     """
 
     tokens: Tensor
@@ -292,7 +291,7 @@ class _Level:
     offset: int
 
     def below(self, tokens: Tensor, feedback: Tensor, parents: Tensor) -> _Level:
-        """The next level: `parents` (B, W') index this level's nodes, `feedback` (B, W, H) is theirs."""
+        """Builds the next level; `parents` (B, W') index this level's nodes, with `feedback` (B, W, H)."""
         width = tokens.shape[1]
         inherited = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.shape[2]))
         return _Level(
@@ -308,7 +307,7 @@ def _eye(batch: int, width: int, device: torch.device) -> Tensor:
 
 
 def _settled(pools: Sequence[_Pool], best: Sequence[float], limit: int, floor: float) -> bool:
-    """True if no child of the level could be kept: each would score at most its parent's score."""
+    """True if no child of the level could be kept, since its score cannot exceed its parent's."""
     for pool, score in zip(pools, best, strict=True):
         if score < floor:
             continue

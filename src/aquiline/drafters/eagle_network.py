@@ -1,16 +1,16 @@
-"""The EAGLE draft networks: EAGLE-1/2 and EAGLE-3 with the switches of 3.1.
+"""The EAGLE draft networks: EAGLE-1/2, and EAGLE-3 with the switches of 3.1.
 
-One row of a draft network pairs the target's feature at position t with the *next* token
-x[t+1] and sits at rotary position t; it predicts the token after, x[t+2]::
+Position t of a draft network pairs the target's feature at t with the *next* token x[t+1], uses
+rotary position t, and predicts the token after, x[t+2]::
 
     target positions   0    1    2    3
     feature            f0   f1   f2   f3
     token              x1   x2   x3   x4      <- shifted by one
     predicts           x2   x3   x4   x5
 
-Both networks have the same verbs, so that drafting, trees and training do not care which one
-they hold: `fuse` turns target features into the network's own width once, `layer_input` joins
-token and feature, and `logits` reads a hidden state out over the draft vocabulary.
+Both networks have the same methods, so drafting, trees and training work with either: `fuse` maps
+target features to the network's width once, `layer_input` joins token and feature, and `logits` maps
+a hidden state to the draft vocabulary.
 
 Source: EAGLE (arXiv 2401.15077 §4), EAGLE-3 (arXiv 2503.01840 §3), EAGLE 3.1 (arXiv 2605.09992).
 """
@@ -39,15 +39,15 @@ class HeadConfig:
         layer: sizes of its decoder layers; `hidden_size` is the draft's own width.
         num_layers: decoder layers, 1 in all published heads.
         vocab_size: V of the target.
-        draft_vocab_size: Vd, ids that the head can draft; V where there is no reduction.
+        draft_vocab_size: Vd, number of ids that the head can draft; V without a reduction.
         target_hidden_size: H of the target.
         features: target features that the head reads; ("final",) for EAGLE-1/2.
-        max_positions: positions that the head was declared for.
-        fc_bias: bias of the fusing linear (EAGLE-1/2).
-        norm_before_residual: EAGLE-3's residual is the normed feature.
-        norm_before_fc: one RMSNorm over the concatenated features.
-        fc_norm: 3.1's RMSNorm for each feature.
-        norm_output: 3.1's feedback of the *normed* hidden state.
+        max_positions: the head's declared context length.
+        fc_bias: whether the fusing linear layer has a bias (EAGLE-1/2).
+        norm_before_residual: whether EAGLE-3's residual is the normed feature.
+        norm_before_fc: whether one RMSNorm covers the concatenated features.
+        fc_norm: whether each feature has its own RMSNorm (3.1).
+        norm_output: whether the feedback is the *normed* hidden state (3.1).
     """
 
     kind: str
@@ -74,15 +74,15 @@ class HeadConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the head's own stream."""
+        """Width of the head's residual stream."""
         return self.layer.hidden_size
 
 
 class EagleNetwork(nn.Module):
     """EAGLE-1/2: fc over [embedding, feature], then a decoder layer without a first norm.
 
-    Has no norm and no LM head of its own: its output imitates the target's "final" feature,
-    which the target's LM head reads.
+    Without its own final norm and LM head: its output approximates the target's "final" feature, the
+    input of the target's LM head.
     """
 
     def __init__(self, config: HeadConfig) -> None:
@@ -93,7 +93,7 @@ class EagleNetwork(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config.layer, input_norm=i > 0) for i in range(config.num_layers))
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The features themselves: (B, T, H) → (B, T, H)."""
+        """Returns the features unchanged, (B, T, H)."""
         return features
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class EagleNetwork(nn.Module):
         return decoder_layers(self.layers)[layer].finish(residual, mixed)
 
     def feedback(self, stream: Tensor) -> Tensor:
-        """What takes the place of the feature in the next draft step."""
+        """Returns the hidden state that replaces the feature in the next draft step."""
         return stream
 
 
@@ -135,7 +135,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """EAGLE-3: fused target features, 2H-wide attention input, own norm and LM head."""
+    """EAGLE-3: fused target features, 2H-wide attention input, its own norm and LM head."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Eagle3Network(nn.Module):
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Fuses the target's features, (B, T, count · H_t) → (B, T, H); once, not in recursion."""
+        """Fuses the target's features, (B, T, count · H_t) → (B, T, H); only once, not per draft step."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -163,7 +163,7 @@ class Eagle3Network(nn.Module):
         return result
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """The stream is the fused feature; the embedding joins inside the first layer."""
+        """Returns the fused feature; the embedding joins it in the first layer."""
         return hidden
 
     def attention(self, layer: int) -> Attention:
@@ -187,12 +187,12 @@ class Eagle3Network(nn.Module):
         return result
 
     def feedback(self, stream: Tensor) -> Tensor:
-        """What takes the place of the feature in the next step: pre-norm, or normed for 3.1."""
+        """Returns the hidden state that replaces the feature in the next step: pre-norm, or normed in 3.1."""
         result: Tensor = self.norm(stream) if self.config.norm_output else stream
         return result
 
     def logits(self, stream: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, (…, H) → (…, Vd), at least float32."""
+        """Returns logits over the draft vocabulary, (…, H) → (…, Vd), in at least float32."""
         logits: Tensor = self.lm_head(self.norm(stream))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -202,13 +202,13 @@ Network = EagleNetwork | Eagle3Network
 
 @dataclass(eq=False)
 class DraftHead:
-    """A draft network with what it needs from outside its own parameters.
+    """A draft network with its vocabulary map and embedding.
 
     Attributes:
         network: the network.
-        draft_to_target: (Vd,) int64 target id of each draft id, or None where they coincide.
-        embedding: (V, H_draft) the head's own embedding, or None to use the target's.
-        target_fingerprint: of the target that it was trained for, or None if unknown.
+        draft_to_target: (Vd,) int64 target id of each draft id, or None if they coincide.
+        embedding: (V, H_draft), the head's own embedding, or None to use the target's.
+        target_fingerprint: fingerprint of the target it was trained for, or None if unknown.
     """
 
     network: Network
@@ -218,12 +218,11 @@ class DraftHead:
 
     @property
     def config(self) -> HeadConfig:
-        """The network's configuration."""
         return self.network.config
 
 
 def build_network(config: HeadConfig) -> Network:
-    """Makes the network of a configuration, randomly initialised."""
+    """Creates a randomly initialised network."""
     return Eagle3Network(config) if config.kind == "eagle3" else EagleNetwork(config)
 
 
@@ -254,16 +253,16 @@ def forward_network(
     rotary: RotaryTable,
     offset: int = 0,
 ) -> Tensor:
-    """Runs the network on T rows behind its cache; writes K/V and does not advance.
+    """Runs the network on T positions after its cache; writes keys and values but does not advance.
 
     Args:
         network: the draft network.
         embedded: (B, T, H) embeddings of the shifted tokens.
-        hidden: (B, T, H) fused target features, or the feedback of the step before.
+        hidden: (B, T, H) fused target features, or the feedback of the previous step.
         positions: (B, T) int64 feature positions.
-        ancestors: (B, T, offset + T) bool among the uncommitted slots, or None for causal order.
+        ancestors: (B, T, offset + T) bool over the uncommitted slots, or None for causal order.
         cache: the head's cache.
-        rows: row slots.
+        rows: rows of the cache.
         rotary: the head's rotary table.
         offset: uncommitted slots in use before these T (earlier levels of the tree).
 

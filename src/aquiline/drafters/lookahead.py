@@ -1,16 +1,16 @@
 """Lookahead decoding: n-grams from the target's own Jacobi iteration, verified as drafts.
 
-Beside the drafts, each step forwards a window of W columns and N − 1 levels: guesses for the
-positions to come. Level 0 is a chain below the root, and column j goes on from its j-th token,
-so that the window is a tree like any other; its nodes are never accepted::
+In addition to the drafts, each step computes a window of W columns and N − 1 levels: guesses for the
+next positions. Level 0 is a chain below the root, and column j continues from its j-th token, so the
+window is an ordinary tree; its nodes are never accepted::
 
     root ── a0 ── a1 ── a2        level 0
             │     │     │
             b0    b1    b2        level 1 = N − 2 (N = 3): the arg-max here is new
 
-The target's arg-max at the last level makes W new n-grams (a0 b0 new0), which go into a pool
-under their first token, and the window moves on: level 1 becomes level 0, and what is new the
-last level. Drafts are the pooled n-grams that begin with the root.
+The target's arg-max at the last level completes W new n-grams (a0 b0 new0), which are pooled by their
+first token. Then the window advances: level 1 becomes level 0, and the new tokens become the last
+level. Drafts are the pooled n-grams that start with the root.
 
 Source: Fu et al. (arXiv 2402.02057); differs: columns that the text has overtaken are refilled.
 """
@@ -33,7 +33,7 @@ from aquiline.tree import DraftTree
 
 @dataclass(eq=False)
 class _Column:
-    """N − 1 tokens of consecutive positions, and how many of them the target has made."""
+    """N − 1 tokens of consecutive positions, and how many of them the target has produced."""
 
     tokens: list[int]
     made: int = 0
@@ -45,7 +45,7 @@ class _Row:
 
     Attributes:
         columns: W columns, or none before the first step.
-        pool: first token → n-grams' other N − 1 tokens, the oldest first.
+        pool: first token → the other N − 1 tokens of its n-grams, oldest first.
     """
 
     columns: list[_Column] = field(default_factory=list)
@@ -53,9 +53,9 @@ class _Row:
 
 
 class Lookahead:
-    """Drafts n-grams that the target itself made in a window of guesses.
+    """Drafts n-grams that the target itself produced in a window of guesses.
 
-    Needs no head and no training. Each forward is larger by window · (ngram − 1) nodes.
+    Needs neither a head nor training. Each forward grows by window · (ngram − 1) nodes.
 
     Args:
         window: W, columns, ≥ 1.
@@ -88,7 +88,7 @@ class Lookahead:
                 self._fill(mine, text)
 
     def propose(self, rows: Rows, state: list[_Row]) -> DraftTree:
-        """The candidates, then the window."""
+        """Builds a tree of the candidates, followed by the window."""
         packed, candidates = [], []
         for slot, text in zip(rows.slots, rows.texts, strict=True):
             mine = state[slot]
@@ -106,14 +106,14 @@ class Lookahead:
         return replace(trees.from_lists(packed), num_candidates=torch.tensor(candidates))
 
     def copy(self, source: int, slot: int, length: int, state: list[_Row]) -> None:
-        """Nothing: the window is filled from the text, and the pool belongs to its own request."""
+        """Does nothing: the window is filled from the text, and each request has its own pool."""
 
     def reset(self, slot: int, length: int, state: list[_Row]) -> None:
-        """Drops the window; a chat that keeps a beginning keeps its pool."""
+        """Drops the window; a chat that keeps a prefix keeps its pool."""
         state[slot] = _Row(pool=state[slot].pool) if length else _Row()
 
     def _made(self, committed: Committed) -> list[list[int]] | None:
-        """Per row, the target's arg-max at the W nodes of the last level; None without a window."""
+        """Returns, per row, the target's arg-max at the W nodes of the last level; None without a window."""
         tree, logits = committed.tree, committed.logits
         if tree is None or logits is None or tree.num_candidates is None:
             return None  # a prompt, or a step without drafts
@@ -124,16 +124,16 @@ class Lookahead:
         return made
 
     def _advance(self, mine: _Row, made: Sequence[int]) -> None:
-        """Moves each column one position on: its first token leaves, the target's own arrives."""
+        """Advances each column by one position: drops its first token, appends the target's."""
         for column, token in zip(mine.columns, made, strict=True):
-            # Of a column that began as guesses, only the first token may still be one.
+            # In a column that started as guesses, at most the first token can still be one.
             if column.made >= self.ngram - 2:
                 self._remember(mine, column.tokens[0], [*column.tokens[1:], token])
             column.tokens = [*column.tokens[1:], token]
             column.made += 1
 
     def _fill(self, mine: _Row, prefix: Sequence[int]) -> None:
-        """Fills the window up with guesses: tokens of the text, in an order that depends on it alone."""
+        """Fills the window with guesses: tokens of the text, in an order that depends only on the text."""
         missing = self.window - len(mine.columns)
         if missing:
             guess = random.Random(len(prefix))

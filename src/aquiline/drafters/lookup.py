@@ -14,17 +14,17 @@ from aquiline.tree import DraftTree
 
 @dataclass(eq=False)
 class LookupState:
-    """Per slot: n-gram → positions after which it ended, in order, and tokens indexed so far."""
+    """Per slot: n-gram → sorted end positions, and the number of tokens indexed so far."""
 
     index: list[dict[tuple[int, ...], list[int]]]
     seen: list[int] = field(default_factory=list)
 
 
 class PromptLookup:
-    """Drafts what followed the longest matching n-gram earlier in the same text.
+    """Drafts the tokens that followed the longest matching n-gram earlier in the same text.
 
-    Needs no head and no training; pays where the output repeats the input (summaries, edits,
-    code). Several earlier continuations make a tree.
+    Needs neither a head nor training; pays where the output repeats the input (summaries, edits,
+    code). Several earlier continuations form a tree.
 
     Args:
         depth: longest continuation, ≥ 1.
@@ -67,14 +67,14 @@ class PromptLookup:
         return trees.from_lists(packed)
 
     def copy(self, source: int, slot: int, length: int, state: LookupState) -> None:
-        """Nothing: the next `extend` indexes the whole text."""
+        """Does nothing: the next `extend` indexes the whole text."""
 
     def reset(self, slot: int, length: int, state: LookupState) -> None:
-        """Forgets the slot; the next `extend` indexes what it keeps again."""
+        """Clears the slot; the next `extend` indexes the kept tokens again."""
         state.index[slot], state.seen[slot] = {}, 0
 
     def _matches(self, index: dict[tuple[int, ...], list[int]], text: Sequence[int]) -> list[int]:
-        """Positions after earlier occurrences of the longest n-gram that has one, latest first."""
+        """Returns the positions after earlier occurrences of the longest recurring n-gram, latest first."""
         for size in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
             ends = index.get(tuple(text[-size:]), [])
             earlier = [end for end in ends[-self.num_branches - 1 :] if end < len(text)]
@@ -84,7 +84,7 @@ class PromptLookup:
 
 
 def merge(root: int, continuations: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Merges continuations with common beginnings into one tree, as (tokens, parents)."""
+    """Merges continuations with common prefixes into one tree, as (tokens, parents)."""
     tokens, parents = [root], [-1]
     children: dict[tuple[int, int], int] = {}
     for continuation in continuations:

@@ -1,7 +1,7 @@
 """Two drafters in one: prompt lookup first, or both in one tree.
 
-Both wrappers take any drafter that neither needs every step nor samples; the trees of the two
-reach the target joined, without draft probabilities.
+Both wrappers accept any drafter that neither needs every step nor samples. The target receives the
+joined trees, without draft probabilities.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class MixedState:
 
 
 class LookupFirst:
-    """Takes a lookup's continuation where there is one, and asks the other drafter elsewhere.
+    """Drafts by prompt lookup if it finds a continuation, else with the other drafter.
 
-    A continuation found in the text costs nothing, and after a long match it is usually right, so
-    the other drafter's network runs only where the text is new. Unlike a merged tree, a row drafts
-    from one of the two, and chains stay chains.
+    A continuation in the text costs nothing, and after a long match it is usually right, so the other
+    drafter's network runs only where the text is new. Unlike in a merged tree, each row drafts from
+    one of the two, and chains stay chains.
 
     Args:
-        lookup: its `min_ngram` decides how long a match must be to be preferred.
-        other: the other drafter; it takes in every committed position either way.
+        lookup: its `min_ngram` sets the minimum length of a match.
+        other: the other drafter; it receives every committed position in either case.
 
     Raises:
-        ValueError: `other` needs every step, or samples.
+        ValueError: if `other` needs every step, or samples.
     """
 
     def __init__(self, lookup: PromptLookup, other: Drafter) -> None:
-        check_wrappable(other, "combined with prompt lookup", "use it by itself")
+        check_wrappable(other, "combined with prompt lookup", "use it alone")
         self.lookup, self.other, self.needs = lookup, other, other.needs
 
     def new_state(self, slots: int, capacity: int) -> MixedState:
@@ -69,29 +69,28 @@ class LookupFirst:
 
 
 class Merged:
-    """Drafts the union of two drafters' trees: what both propose is one node.
+    """Drafts the union of two drafters' trees; nodes that both propose are merged.
 
-    A head knows how the target writes, a lookup knows what the text says; together they cost one
-    forward.
+    A head predicts the target's style, a lookup repeats the text; together they cost one forward.
 
     Args:
         first: a drafter; may need target features.
-        second: another one that needs no features, or the same ones.
-        num_nodes: most nodes including the root, ≥ 2; the first drafter's come first. None: as
-            many as fit at the end of a context.
+        second: another drafter without features, or with the same ones.
+        num_nodes: upper bound on nodes including the root, ≥ 2; the first drafter's have priority.
+            None: as many as fit at the end of a context.
 
     Raises:
-        ValueError: a drafter that needs every step or samples, features that differ, `num_nodes`
-            out of range.
+        ValueError: for a drafter that needs every step or samples, different features, or
+            `num_nodes` out of range.
     """
 
     def __init__(self, first: Drafter, second: Drafter, num_nodes: int | None = None) -> None:
         for part in (first, second):
-            check_wrappable(part, "merged", "use it by itself")
+            check_wrappable(part, "merged", "use it alone")
         if second.needs.features not in ((), first.needs.features):
             raise ValueError(
                 f"the merged drafters need different target features ({first.needs.features} and "
-                f"{second.needs.features}); give the one that needs none as the second"
+                f"{second.needs.features}); pass the one without features as the second"
             )
         num_nodes = MOST_NODES if num_nodes is None else num_nodes
         if not 2 <= num_nodes <= MOST_NODES:
@@ -106,7 +105,7 @@ class Merged:
         self.second.extend(committed, state.second)
 
     def propose(self, rows: Rows, state: MixedState) -> DraftTree:
-        """The union has no log-probabilities: a lookup knows none."""
+        """Builds the union, without log-probabilities, which a lookup cannot provide."""
         both = (self.first.propose(rows, state.first), self.second.propose(rows, state.second))
         packed = []
         for row, token in enumerate(rows.roots):
@@ -124,7 +123,7 @@ class Merged:
 
 
 def _joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> DraftTree:
-    """The rows of `found`, those in `missing` replaced by the rows of `drafted`."""
+    """Replaces the rows `missing` of `found` by the rows of `drafted`."""
     rows = []
     for tree in (found, drafted):
         counts = tree.num_nodes.tolist()
@@ -136,7 +135,7 @@ def _joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> Dra
 
 
 def _paths(tree: DraftTree, row: int) -> list[list[int]]:
-    """The tokens of every node's path below the root, in node order."""
+    """Returns the tokens of every node's path below the root, in node order."""
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     paths: list[list[int]] = [[]]
     for node in range(1, int(tree.num_nodes[row])):

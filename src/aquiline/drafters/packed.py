@@ -35,15 +35,15 @@ from aquiline.targets.rope import RotaryTable
 
 
 class PackedNetwork:
-    """The packed copy of an EAGLE network, with the same verbs. Made by `packed_network`.
+    """The packed copy of an EAGLE network, created by `packed_network`, with the same methods.
 
-    A snapshot: later changes of the original's weights do not reach it.
+    A snapshot: it does not follow later changes of the original's weights.
 
     Attributes:
-        config: of the head.
+        config: the head's configuration.
         dtype: bfloat16 or float32.
         device: the CPU.
-        compiled: whether the layers run in a compiled loop, or as plain Python.
+        compiled: whether the layers run in a compiled loop rather than in plain Python.
     """
 
     def __init__(self, network: Network) -> None:
@@ -79,7 +79,7 @@ class PackedNetwork:
         self._run, self.compiled = compiled(run_eagle3)
 
     def describe(self) -> str:
-        """Names the path that forwards take."""
+        """Describes the code path."""
         loop = "compiled loop" if self.compiled else "Python loop"
         return f"packed {str(self.dtype).removeprefix('torch.')} (oneDNN, {loop})"
 
@@ -89,7 +89,6 @@ class PackedNetwork:
 
     @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
-        """See `Eagle3Network.fuse` and `EagleNetwork.fuse`."""
         if self.config.kind == "eagle":
             return features
         if self._feature_norms:
@@ -111,7 +110,6 @@ class PackedNetwork:
         rotary: RotaryTable,
         offset: int = 0,
     ) -> Tensor:
-        """See `aquiline.drafters.eagle_network.forward_network`."""
         windows = [None] * len(self._layers)
         frame = open_frame(positions, ancestors, cache, rows, rotary, self._sizes, windows, offset)
         batch, width, size = hidden.shape
@@ -128,12 +126,10 @@ class PackedNetwork:
 
     @torch.no_grad()
     def feedback(self, stream: Tensor) -> Tensor:
-        """See `Eagle3Network.feedback`."""
         return self._normed(stream, self._norm) if self.config.norm_output else stream
 
     @torch.no_grad()
     def logits(self, stream: Tensor) -> Tensor:
-        """See `Eagle3Network.logits`."""
         return linear(self._normed(stream, self._norm), self._head).float()
 
 
@@ -172,11 +168,10 @@ def run_rest(x: Tensor, stream: Tensor, layers: list[LayerWeights], sizes: Sizes
 
 
 def packed_network(network: Network) -> PackedNetwork | None:
-    """Makes the fast copy of a draft network.
+    """Creates the fast copy of a draft network.
 
     Returns:
-        None where this machine, the dtype or the device has no kernels for it; use the network
-        itself then.
+        The copy, or None if the machine, dtype or device lacks the kernels; then use `network`.
     """
     weight = network.fc.weight
     if not packable(weight.dtype, weight.device):

@@ -24,20 +24,20 @@ from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
 
 GUESSED_ACCURACIES = tuple(tuple(0.5 * 0.8**depth / (1 + rank) ** 1.3 for rank in range(8)) for depth in range(8))
-"""How often a head's candidate of a rank is right, before it was measured."""
+"""Assumed accuracy of a head's candidate by rank, for heads without measurements."""
 
 DEFAULT_NODES = 24
-"""Nodes of a default tree, the root included."""
+"""Nodes of the default tree, including the root."""
 
 
 @dataclass(eq=False)
 class ParallelHeads:
-    """Heads with what they need from outside their parameters.
+    """Medusa or Hydra heads with their vocabulary map.
 
     Attributes:
         network: one of the networks of `parallel_network`.
-        draft_to_target: (Vd,) int64 target id of each draft id, or None where they coincide.
-        target_fingerprint: of the target that they were trained for, or None if unknown.
+        draft_to_target: (Vd,) int64 target id of each draft id, or None if they coincide.
+        target_fingerprint: fingerprint of the target they were trained for, or None if unknown.
     """
 
     network: ParallelNetwork
@@ -46,13 +46,12 @@ class ParallelHeads:
 
     @property
     def config(self) -> ParallelConfig:
-        """The network's configuration."""
         return self.network.config
 
     def logits(self, stream: Tensor, target: Target) -> Tensor:
-        """Reads streams out over the draft vocabulary, (…, H) → (…, Vd), at least float32.
+        """Maps streams to logits over the draft vocabulary, (…, H) → (…, Vd), in at least float32.
 
-        The streams of published networks are logits already.
+        The streams of published networks already are logits.
         """
         if isinstance(self.network, PublishedMedusaNetwork | PublishedHydraNetwork):
             return stream.to(torch.promote_types(stream.dtype, torch.float32))
@@ -75,9 +74,9 @@ class ParallelDrafter:
 
     Args:
         heads: the heads.
-        target: gives embeddings and, where the heads have none, the LM head.
-        policy: a chain or a static tree, at most K deep; None: the sparse tree of `DEFAULT_NODES`
-            nodes that is the best for the heads' measured accuracies.
+        target: provides embeddings and, unless the heads have their own, the LM head.
+        policy: a chain or a static tree, at most K deep; None: the best sparse tree of
+            `DEFAULT_NODES` nodes for the heads' measured accuracies.
     """
 
     needs = Needs(features=("final",))
@@ -86,7 +85,7 @@ class ParallelDrafter:
         config, shape = heads.config, target.shape
         if (config.hidden_size, config.vocab_size) != (shape.hidden_size, shape.vocab_size):
             raise ValueError(
-                f"the {config.kind} heads were made for hidden_size {config.hidden_size} and vocab_size "
+                f"the {config.kind} heads were trained for hidden_size {config.hidden_size} and vocab_size "
                 f"{config.vocab_size}; this target has {shape.hidden_size} and {shape.vocab_size}"
             )
         if policy is None:
@@ -108,7 +107,7 @@ class ParallelDrafter:
         return ParallelState(torch.zeros(slots, width, dtype=weight.dtype, device=weight.device))
 
     def extend(self, committed: Committed, state: ParallelState) -> None:
-        """Keeps the feature from which the last token was read out."""
+        """Keeps the feature that predicted the last token."""
         assert committed.features is not None, 'the heads need the target feature "final"'
         for i, (slot, count) in enumerate(zip(committed.rows.slots, committed.counts, strict=True)):
             if count:
@@ -127,14 +126,14 @@ class ParallelDrafter:
         return fill_tree(torch.tensor(rows.roots, device=self.target.device), paths, candidates)
 
     def copy(self, source: int, slot: int, length: int, state: ParallelState) -> None:
-        """Nothing: the next `extend` overwrites the feature."""
+        """Does nothing: the next `extend` overwrites the feature."""
 
     def reset(self, slot: int, length: int, state: ParallelState) -> None:
-        """Nothing: the next `extend` overwrites the feature."""
+        """Does nothing: the next `extend` overwrites the feature."""
 
     def _medusa(self, network: MedusaNetwork | PublishedMedusaNetwork, final: Tensor, depth: int) -> Candidates:
-        """A node's candidates depend on its depth alone, so all heads run at once."""
-        # (B, depth, Vd): one matrix product reads out all heads.
+        """Runs all heads at once, since a node's candidates depend only on its depth."""
+        # (B, depth, Vd): one matrix product for all heads.
         logits = self._logits(torch.stack([network.stream(head, final) for head in range(depth)], 1))
 
         def candidates(depth: int, nodes: Sequence[int], tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +146,7 @@ class ParallelDrafter:
     def _hydra(
         self, network: HydraNetwork | PublishedHydraNetwork, final: Tensor, parents: Sequence[int]
     ) -> Candidates:
-        """A head reads the tokens on the path to each node, so the heads run level by level."""
+        """Runs the heads level by level, since they read the tokens on the path to each node."""
         lines: list[list[int]] = [[0]]  # node → nodes from the root to it
         for node, parent in enumerate(parents[1:], 1):
             lines.append([*lines[parent], node])
@@ -161,24 +160,24 @@ class ParallelDrafter:
         return candidates
 
     def _logits(self, stream: Tensor) -> Tensor:
-        """Reads streams out over the draft vocabulary, (…, H) → (…, Vd), at least float32."""
+        """Maps streams to logits over the draft vocabulary, (…, H) → (…, Vd), in at least float32."""
         if self._read_out is None:
             return self.heads.logits(stream, self.target)
         logits = nn.functional.linear(stream.to(self._read_out.dtype), self._read_out)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _scored(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest of draft logits (…, Vd), as log-probabilities and target ids (…, k)."""
+        """Returns log-probabilities and target ids (…, k) of the k likeliest of draft logits (…, Vd)."""
         values, ids = logits.topk(k, dim=-1)
         mapping = self.heads.draft_to_target
         return values - logits.logsumexp(-1, keepdim=True), ids if mapping is None else mapping[ids]
 
 
 def lm_head_rows(target: Target, ids: Tensor | None) -> Tensor | None:
-    """The rows of a target's LM head for some tokens, (Vd, H): reading these out is cheaper than all.
+    """Returns the rows of a target's LM head for some tokens, (Vd, H), to save the other rows' products.
 
-    Found by projecting the unit vectors, since a `Target` does not show its weights; None where
-    the read-out is not linear (a soft-cap, a bias).
+    They are found by projecting unit vectors, since a `Target` does not expose its weights; None if
+    the LM head is not linear (a soft-cap, a bias).
 
     Args:
         target: the target.
@@ -195,13 +194,13 @@ def lm_head_rows(target: Target, ids: Tensor | None) -> Tensor | None:
 
 
 def sparse_tree(accuracies: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The nodes of the Cartesian product of candidates that are accepted most often.
+    """Selects the nodes of the Cartesian product of candidates that are accepted most often.
 
-    A node's chance is the product of the accuracies along its path, as if they were independent;
-    the tree takes the `num_nodes` − 1 likeliest.
+    A node's probability is the product of the accuracies along its path, assuming independence; the
+    tree consists of the `num_nodes` − 1 likeliest.
 
     Args:
-        accuracies: per head, how often its candidate of each rank is right, in [0, 1].
+        accuracies: per head, the accuracy of its candidate of each rank, in [0, 1].
         num_nodes: nodes including the root, ≥ 2.
 
     Source: Medusa (arXiv 2401.10774 §2.3.3).

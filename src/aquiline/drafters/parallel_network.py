@@ -1,16 +1,16 @@
 """The networks of Medusa and Hydra: K heads that read the target's "final" feature.
 
-With h the feature from which the target read out the root, head i (from 1) predicts the token i
-positions after the root::
+If h is the feature that predicted the root, head i (from 1) predicts the token i positions after the
+root::
 
     position      t      t+1    t+2    t+3
     feature       h
     token                root   d1     d2
     read from h          LM     head 1 head 2
 
-In our form each head turns h into a stream of the same width, and an LM head reads it out: the
-target's own, or a smaller one that the heads share. In the published checkpoints each head has
-an LM head of its own, and its stream is already logits.
+In our form each head maps h to a stream of the same width, the input of an LM head: the target's own,
+or a smaller one shared by the heads. In the published checkpoints each head has its own LM head, and
+its stream already is the logits.
 
 Source: Medusa (arXiv 2401.10774 §2.1.1), Hydra (arXiv 2402.05109 §3); the published form is that
 of their repositories (FasterDecoding/Medusa, zankner/Hydra).
@@ -35,12 +35,12 @@ class ParallelConfig:
         num_heads: K, the deepest draft, ≥ 1.
         hidden_size: H of the target.
         vocab_size: V of the target.
-        draft_vocab_size: ids that the heads draft; V where there is no reduction.
-        num_blocks: residual blocks of a head, ≥ 1.
-        own_lm_head: the heads have an LM head for all; otherwise they share the target's.
-        rms_norm_eps: of Hydra's input norms.
-        accuracies: per head, how often its candidate of each rank was right when it was
-            measured; decides the default tree. Empty: unknown.
+        draft_vocab_size: number of ids that the heads draft; V without a reduction.
+        num_blocks: residual blocks per head, ≥ 1.
+        own_lm_head: whether the heads share their own LM head; otherwise they use the target's.
+        rms_norm_eps: epsilon of Hydra's input norms.
+        accuracies: per head, the measured accuracy of its candidate of each rank, which determines
+            the default tree. Empty: unknown.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in ("medusa", "hydra"):
-            raise ValueError(f"heads of kind {self.kind!r} are not known; allowed: medusa, hydra")
+            raise ValueError(f"head kind {self.kind!r} is unknown; allowed: medusa, hydra")
         for name in ("num_heads", "num_blocks", "draft_vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: ≥ 1")
@@ -64,7 +64,7 @@ class ParallelConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b); begins as the identity.
+    """x + SiLU(W x + b); initialised as the identity.
 
     Args:
         size: width of x.
@@ -82,10 +82,10 @@ class ResidualBlock(nn.Module):
 
 
 class LinearHead(nn.Module):
-    """A linear map, then residual blocks; begins by passing on the feature, its first `size` inputs.
+    """A linear map, then residual blocks; initially returns the feature, its first `size` inputs.
 
     Args:
-        inputs: width of what it reads, the feature first.
+        inputs: width of the input, the feature first.
         size: width of the feature and of the stream.
         blocks: residual blocks.
     """
@@ -105,7 +105,7 @@ class LinearHead(nn.Module):
 
 
 class ParallelNetwork(nn.Module):
-    """A configuration, and an LM head where the heads share one of their own."""
+    """A configuration, and the heads' shared LM head if they have one."""
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__()
@@ -117,8 +117,8 @@ class ParallelNetwork(nn.Module):
 class MedusaNetwork(ParallelNetwork):
     """K heads over the feature: a linear map, then residual blocks.
 
-    Differs from the paper: the linear map, which can begin as the
-    regression of the feature ahead; one LM head for all heads, the target's or a smaller one.
+    Differs from the paper: the linear map, which can start as the regression of the feature ahead;
+    one LM head for all heads, the target's or a smaller one.
     """
 
     def __init__(self, config: ParallelConfig) -> None:
@@ -140,9 +140,9 @@ class MedusaNetwork(ParallelNetwork):
 class HydraNetwork(ParallelNetwork):
     """K heads; head i (from 0) reads the feature and the i + 1 tokens of the path.
 
-    Differs from the paper: feature and embeddings are normed, since their
-    scales differ; the first map is linear, so that it can begin as the regression of the feature
-    ahead; one LM head for all heads.
+    Differs from the paper: feature and embeddings are normed, since their scales differ; the first
+    map is linear, so that it can start as the regression of the feature ahead; one LM head for all
+    heads.
     """
 
     def __init__(self, config: ParallelConfig) -> None:
@@ -176,7 +176,7 @@ class PublishedMedusaNetwork(ParallelNetwork):
 
     Args:
         config: sizes.
-        lm_bias: the LM heads have biases (Hydra's ungrounded heads do).
+        lm_bias: whether the LM heads have biases (as in Hydra's ungrounded heads).
     """
 
     def __init__(self, config: ParallelConfig, *, lm_bias: bool = False) -> None:
@@ -198,7 +198,7 @@ class ReducingBlock(nn.Module):
 
     Args:
         size: width of the result.
-        tokens: embeddings read beside the feature.
+        tokens: number of embeddings after the feature.
     """
 
     def __init__(self, size: int, tokens: int) -> None:

@@ -1,7 +1,7 @@
-"""Drafts that are drawn from the draft's own distribution, for multi-round speculative sampling.
+"""Draws drafts from the draft's own distribution, for multi-round speculative sampling.
 
-The draft uses the request's temperature, filters and penalties on its own logits. What it drew
-from is kept in `DraftTree.draft_probs`, which `aquiline.verify.accept_sampled` needs.
+The draft applies the request's temperature, filters and penalties to its own logits.
+`DraftTree.draft_probs` keeps the distributions, which `aquiline.verify.accept_sampled` needs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from aquiline.tree import DraftTree
 
 
 def draft_laws(logits: Tensor, choosers: Sequence[TokenChooser], prefixes: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """The distributions that children are drawn from.
+    """Returns the distributions that children are drawn from.
 
-    A user's own logits processors are left out: they may keep state, and are promised to run
-    once per emitted token. At temperature 0 the law is the arg-max alone.
+    They omit the user's logits processors, which may be stateful and run only once per emitted token.
+    At temperature 0 the arg-max has probability 1.
 
     Args:
-        logits: (B, W, V) draft logits over the target's vocabulary; -inf where it cannot draft.
+        logits: (B, W, V) draft logits over the target's vocabulary; -inf for tokens outside the draft's.
         choosers: B choosers.
         prefixes: per row and node, all tokens up to and including the node.
 
     Returns:
-        (B, W, V) float32; all zeros where no token is left to draft.
+        (B, W, V) float32; all zeros if every token is barred.
     """
     laws = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
     for row, chooser in enumerate(choosers):
@@ -48,18 +48,18 @@ def draft_laws(logits: Tensor, choosers: Sequence[TokenChooser], prefixes: Seque
             laws[row].scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
         else:
             laws[row] = distribution(scores, params)
-    # All tokens barred: a softmax over -inf alone is NaN, and then there is nothing to draft.
+    # If all tokens are barred, the softmax is NaN, and nothing can be drafted.
     return laws.nan_to_num_(nan=0.0)
 
 
 def check_ranks(policy: StaticTree) -> None:
-    """Refuses a tree that leaves out a child before a later one.
+    """Rejects a tree that omits a child before a later one.
 
-    The children of a node are verified in drawing order; the third after the first alone is not
-    distributed as the second one would be.
+    The children of a node are verified in drawing order; without the second child, the third one does
+    not have the distribution of a second draw.
 
     Raises:
-        ValueError: naming the path that is missing.
+        ValueError: names the missing path.
     """
     known = set(policy.paths)
     for path in policy.paths:
@@ -71,8 +71,8 @@ def check_ranks(policy: StaticTree) -> None:
 def draw_children(laws: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draws up to `count` tokens from each law without replacement, in drawing order.
 
-    An exponential race: token v finishes at E_v / q_v; the order of finishing is the order of
-    drawing without replacement.
+    An exponential race: token v finishes at time E_v / q_v, and the order of finishing is an order of
+    draws without replacement.
 
     Args:
         laws: (B, W, V) probabilities.
@@ -92,13 +92,13 @@ def draw_children(laws: Tensor, count: int, generator: torch.Generator) -> tuple
 
 @dataclass(eq=False)
 class DrawnCandidates:
-    """Picks the candidates of a static tree by drawing; remembers what they were drawn from.
+    """Draws the candidates of a static tree, and keeps their distributions.
 
     Attributes:
         rows: the rows: their choosers, texts and generator.
-        draft_to_target: (Vd,) int64 target ids of the draft ids, or None where they coincide.
+        draft_to_target: (Vd,) int64 target ids of the draft ids, or None if they coincide.
         vocab_size: V of the target.
-        laws: node → (B, V) its children's law.
+        laws: node → (B, V) distribution of its children.
     """
 
     rows: Rows
@@ -119,7 +119,7 @@ class DrawnCandidates:
             parents: N parents.
 
         Returns:
-            (B, W, count) log-probabilities, -inf where nothing was left to draw; and target ids.
+            (B, W, count) log-probabilities, -inf if the support was exhausted; and target ids.
         """
         if self.draft_to_target is not None:
             full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
@@ -135,7 +135,7 @@ class DrawnCandidates:
         return laws.gather(-1, ids).log().masked_fill(~valid, -torch.inf), ids
 
     def pack(self, tree: DraftTree) -> DraftTree:
-        """Turns the filled static tree into one that `accept_sampled` takes."""
+        """Converts the filled static tree to a tree for `accept_sampled`."""
         assert tree.log_probs is not None
         none = torch.zeros_like(next(iter(self.laws.values())))
         laws = torch.stack([self.laws.get(node, none) for node in range(tree.size)], dim=1)
@@ -151,13 +151,13 @@ def _below_root(tokens: Sequence[int], parents: Sequence[int], node: int) -> lis
 
 
 def pack_drawn(tokens: Tensor, parents: Sequence[int], drawn: Tensor, laws: Tensor) -> DraftTree:
-    """Drops the nodes that could not be drawn, with all below them.
+    """Drops the nodes that could not be drawn, and their descendants.
 
     Args:
         tokens: (B, N) int64, node 0 the root.
         parents: N parents, the same for all rows.
         drawn: (B, N) bool, False where a node's token was not drawn.
-        laws: (B, N, V) what each node's children were drawn from.
+        laws: (B, N, V) distribution of each node's children.
     """
     rows, kept_laws = [], []
     for ids, valid, law in zip(tokens.tolist(), drawn.tolist(), laws, strict=True):

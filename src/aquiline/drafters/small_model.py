@@ -1,8 +1,8 @@
 """Speculative sampling: a small causal language model drafts a chain.
 
-The model is any `Target` with the target's vocabulary. It has its own cache, and it reads the
-committed tokens from the row's text: what it never fed (prompts, the target's own tokens, steps
-without drafts) it feeds before it drafts.
+The model is any `Target` with the target's vocabulary and has its own cache. It reads committed tokens
+from the row's text: before drafting, it feeds those it has not seen yet (prompts, the target's own
+tokens, steps without drafts).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from aquiline.drafters.trees import Chain
 from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
 
-_CHUNK = 512  # tokens that are fed at once: bounds the memory of a long prompt
+_CHUNK = 512  # tokens per forward, to bound the memory of a long prompt
 
 
 @dataclass(eq=False)
 class SmallModelState:
-    """What a `SmallModel` keeps per slot.
+    """The state of a `SmallModel`.
 
     Attributes:
         cache: the small model's keys and values.
-        drafted: per slot, the drafts at the end of the cache, which may yet be rejected.
+        drafted: per slot, the drafts at the end of the cache, not verified yet.
     """
 
     cache: KVCache
@@ -42,12 +42,12 @@ class SmallModel:
     """Drafts a chain with a small model.
 
     Args:
-        model: the small model; its tokens must be the target's.
+        model: the small model; must share the target's vocabulary.
         target: the target.
-        policy: length of the chain; `min_prob` ends it where it becomes unlikely.
-        sampled: draw the drafts, where a row samples, instead of taking the likeliest. More of
-            them are accepted at high temperatures; the output is then equal to plain decoding
-            in distribution, not token for token.
+        policy: length of the chain; `min_prob` ends it when it becomes unlikely.
+        sampled: for rows that sample, draw drafts instead of taking the likeliest. More of them are
+            accepted at high temperatures; the output then equals plain decoding in distribution,
+            not token for token.
 
     Source: Leviathan et al. (arXiv 2211.17192); Chen et al. (arXiv 2302.01318).
     """
@@ -64,11 +64,11 @@ class SmallModel:
         return SmallModelState(self.model.new_cache(slots, capacity), [[] for _ in range(slots)])
 
     def extend(self, committed: Committed, state: SmallModelState) -> None:
-        """Feeds long pieces (prompts); what a step left is fed together with the next root."""
+        """Feeds long chunks (prompts); the tokens of a step are fed later, with the next root."""
         for slot, text in zip(committed.rows.slots, committed.rows.texts, strict=True):
             self._settle(slot, text, state)
             if len(text) > self.model.shape.max_positions:
-                continue  # beyond the small model's context nothing is drafted
+                continue  # do not draft beyond the small model's context
             while len(text) - int(state.cache.lengths[slot]) > self.policy.depth + 2:
                 start = int(state.cache.lengths[slot])
                 self._feed([text[start : min(start + _CHUNK, len(text) - 1)]], [slot], state)
@@ -101,7 +101,7 @@ class SmallModel:
         return replace(tree, log_probs=torch.tensor(padded))
 
     def _drawn(self, rows: Rows, state: SmallModelState) -> DraftTree:
-        """Draws the chain; its length does not depend on the draws."""
+        """Draws a chain whose length does not depend on the draws."""
         root = torch.tensor(rows.roots, device=self.model.device)
         texts = [list(text) for text in rows.texts]
         tokens, drawn, laws = [root], [torch.ones_like(root, dtype=torch.bool)], list[Tensor]()
@@ -137,7 +137,7 @@ class SmallModel:
     def _chain(
         self, rows: Rows, state: SmallModelState, choose: Callable[[Tensor], Tensor], ended: Callable[[], bool]
     ) -> None:
-        """Feeds what is missing, then drafts: `choose` takes (B, V) logits to the (B,) next tokens."""
+        """Feeds missing tokens, then drafts; `choose` maps (B, V) logits to the (B,) next tokens."""
         room = self.model.shape.max_positions - max(len(text) for text in rows.texts)
         depth = min(rows.depth(self.policy.depth), room)
         if depth < 1:
@@ -155,18 +155,18 @@ class SmallModel:
                 state.drafted[slot] += piece
 
     def _settle(self, slot: int, text: Sequence[int], state: SmallModelState) -> None:
-        """Keeps the drafts in the cache that became text, and forgets the others."""
+        """Keeps the accepted drafts in the cache and discards the others."""
         drafted = state.drafted[slot]
         base = int(state.cache.lengths[slot]) - len(drafted)
         kept = 0
-        # At least one token of the text is fed again: its logits begin the next chain.
+        # Feed at least one token of the text again: its logits start the next chain.
         while kept < len(drafted) and base + kept < len(text) - 1 and drafted[kept] == text[base + kept]:
             kept += 1
         truncate(state.cache, slot, min(base + kept, len(text) - 1))
         state.drafted[slot] = []
 
     def _feed(self, pieces: Sequence[Sequence[int]], slots: Sequence[int], state: SmallModelState) -> Tensor:
-        """Runs ragged pieces after what the cache holds, and keeps them; (B, V) logits after the last tokens."""
+        """Runs and commits ragged chunks; returns (B, V) logits after their last tokens."""
         device, width = self.model.device, max(len(piece) for piece in pieces)
         ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], device=device)
         starts = state.cache.lengths[list(slots)].to(device)

@@ -1,4 +1,4 @@
-"""Continuous batching: requests occupy slots, leave them when they end, and share prompts."""
+"""Continuous batching: requests occupy slots, leave them when they finish, and share prompt prefixes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from aquiline.engine.request import Engine, StreamEvent
 from aquiline.engine.text import common_prefix
 
 MIN_SHARED = 8
-"""Shorter common beginnings of two prompts are computed again: copying them saves nothing."""
+"""Common prefixes shorter than this are recomputed: copying them saves no time."""
 
 _HEADROOM = 1024
-"""New tokens that a fresh cache has room for; it grows beyond that."""
+"""New tokens that fit into a new cache before it grows."""
 
 
 @dataclass(eq=False)
@@ -29,15 +29,15 @@ class _Prefill:
 
 
 class Batch:
-    """Slots, the requests in them, and those that wait for one.
+    """Slots, the requests in them, and the requests that wait for one.
 
-    A slot that a request left keeps its keys and values until another request takes it: a prompt
-    that begins like the tokens of any slot, running or left, is computed from there on only.
+    A vacated slot keeps its keys and values until another request takes it. A prompt that shares a
+    prefix with any slot, running or vacated, is computed only from there on.
 
     Args:
-        engine: the engine.
+        engine: runs the requests.
         rows: number of slots, ≥ 1.
-        capacity: positions to allocate for each; it grows where needed.
+        capacity: positions to allocate per slot; grows if needed.
     """
 
     def __init__(self, engine: Engine, rows: int, capacity: int) -> None:
@@ -57,7 +57,7 @@ class Batch:
 
     @property
     def occupied(self) -> int:
-        """Slots that a request is in."""
+        """Slots with a running request."""
         return sum(row is not None for row in self.state.occupants)
 
     def submit(self, emission: Emission) -> None:
@@ -65,9 +65,9 @@ class Batch:
         self._waiting.append(emission)
 
     def advance(self) -> Iterator[StreamEvent]:
-        """Up to one chunk of prompts, then one step of the running rows; yields in between.
+        """Runs at most one chunk of a prompt, then one step of the running rows, and yields the events.
 
-        If either raises, the slots are emptied, and the batch can be used again.
+        If either raises, the slots are cleared, and the batch remains usable.
         """
         for unit in (self._prefill_some, self._step):
             try:
@@ -79,7 +79,7 @@ class Batch:
             yield from events
 
     def clear(self) -> None:
-        """Drops all requests and what the slots hold."""
+        """Drops all requests and the content of the slots."""
         self._waiting.clear()
         self._running.clear()
         self._prefill = None
@@ -90,7 +90,7 @@ class Batch:
                 free(self.engine.drafter, self.state, row)
 
     def drop_requests(self) -> None:
-        """Drops all requests, but keeps what the slots hold for prompts that begin the same."""
+        """Drops all requests, but keeps the content of the slots for prompts with a common prefix."""
         self._waiting.clear()
         if self._prefill is not None:
             self._leave(self._prefill.row)
@@ -117,13 +117,13 @@ class Batch:
         return events
 
     def _admit(self) -> _Prefill | None:
-        """Puts the next request into a free slot, on top of what a slot already holds of its prompt."""
+        """Assigns the next request to a free slot and reuses the longest cached prefix of its prompt."""
         vacant = [row for row, occupant in enumerate(self.state.occupants) if occupant is None]
         if not self._waiting or not vacant:
             return None
         emission = self._waiting.popleft()
         source, shared = self._longest_shared(emission.prompt)
-        # Among other slots the emptiest: what the others hold may serve a later prompt.
+        # Otherwise take the emptiest slot: the content of the others may serve a later prompt.
         emptiest = min(vacant, key=lambda slot: int(self.state.cache.lengths[slot]))
         row = source if shared and source in vacant else emptiest
         self._started[row] = dict(self.state.stats.seconds)
@@ -141,10 +141,10 @@ class Batch:
         return _Prefill(row, emission, pieces)
 
     def _longest_shared(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The slot that holds the longest beginning of `prompt`, and how many positions of it to keep.
+        """Returns the slot with the longest prefix of `prompt`, and the number of positions to keep.
 
-        One position less than the common tokens: a drafter's entry for a position needs the
-        token after it.
+        That is one less than the number of common tokens, because a drafter's entry for a position
+        needs the token after it.
         """
         best, source = 0, 0
         for row, occupant in enumerate(self.state.occupants):
@@ -156,7 +156,7 @@ class Batch:
         return source, best if best >= MIN_SHARED else 0
 
     def _keep(self, row: int, positions: int) -> None:
-        """Cuts a vacant slot to its first `positions` positions."""
+        """Truncates a vacant slot to its first `positions` positions."""
         truncate(self.state.cache, row, positions)
         if self.engine.drafter is not None:
             self.engine.drafter.reset(row, positions + 1 if positions else 0, self.state.drafter_state)
@@ -173,7 +173,7 @@ class Batch:
             return []
         engine, rows = self.engine, sorted(self._running)
         jobs = [self._running[row] for row in rows]
-        # No deeper than the row with most budget can use, and no row past the end of its context.
+        # Limit the depth to the largest remaining budget, and keep every row within its context.
         depth = min(max(job.remaining for job in jobs), *(job.context_left for job in jobs)) - 1
         results = step(
             engine.target,
@@ -208,5 +208,5 @@ class Batch:
 
 
 def capacity_for(emissions: Sequence[Emission]) -> int:
-    """Positions to allocate for each slot of a batch of these requests."""
+    """Returns the positions to allocate per slot for a batch of these requests."""
     return max(len(e.prompt) + min(e.remaining, _HEADROOM) for e in emissions)
