@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -17,20 +19,26 @@ from tests.command_line import Result, call, write_eagle, write_target
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target and a head that fits it."""
+    """A folder with a target, heads that fit it, and a target whose tokenizer has no chat template."""
     folder = tmp_path_factory.mktemp("cli-errors")
     write_eagle(folder / "head", "eagle3", write_target(folder / "target"))
     write_eagle(folder / "head1", "eagle")
+    mute = shutil.copytree(folder / "target", folder / "mute")
+    (mute / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((mute / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (mute / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
 @pytest.fixture
 def aquiline(base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a command in the folder; without a network."""
+    """Runs a command in the folder, with bytes as its standard input; without a network."""
     monkeypatch.chdir(base)
     monkeypatch.setenv("AQUILINE_CACHE", str(base / "cache"))
 
-    def run(*words: object) -> Result:
+    def run(*words: object, given: bytes = b"") -> Result:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
         return call(capsys, *words)
 
     return run
@@ -43,6 +51,7 @@ def assert_refused(result: Result, *parts: str, code: int = 2) -> None:
 
 
 GENERATE = ("generate", "x", "--target", "target", "--max-new-tokens", "2")
+PIPED = ("generate", "--target", "target", "--draft", "none", "--max-new-tokens", "2")
 
 VALUES = {
     "negative temperature": (("--temperature", "-1"), ("temperature is -1.0", "≥ 0")),
@@ -59,6 +68,9 @@ VALUES = {
     "stop": (("--stop", ""), ("stop is", "non-empty")),
     "rows": (("--rows", "0"), ("max_rows is 0", "≥ 1")),
     "threads": (("--threads", "0"), ("--threads is 0", "1 …")),
+    "too many threads": (("--threads", "100000"), ("--threads is 100000", f"1 … {os.cpu_count()}")),
+    "empty target": (("--target", ""), ("target is ''", "allowed: a name")),
+    "empty draft": (("--draft", ""), ("draft is ''", "allowed: a name")),
     "dtype": (("--dtype", "int4"), ("--dtype", "'int4'", "'bfloat16'")),
     "beams": (("--num-beams", "4"), ("unknown arguments: --num-beams 4", "generate --help")),
     "tree form": (("--tree", "bush:3"), ("'bush:3' is neither a tree nor a file", "chain[:DEPTH")),
@@ -89,9 +101,6 @@ def test_values(aquiline: Any, case: str) -> None:
 
 PROMPTS = {
     "ids": ([5, 9999], ("token id 9999", "0 … 257")),
-    "negative id": ([5, -1], ("token id -1", "0 … 257")),
-    "mixture": ([5, "x"], ("neither a message nor a token id",)),
-    "image": ([{"role": "user", "content": [{"type": "image", "url": "x.png"}]}], ("'image'", "allowed: text")),
     "number": (5, ("line 1: no prompt", "a list of token ids")),
     "empty": ([], ("line 1: no prompt",)),
 }
@@ -115,6 +124,11 @@ def test_prompt_files(aquiline: Any, base: Path) -> None:
     assert_refused(aquiline("generate", "--file", "list.json"), "'list.json' is JSON", ".jsonl")
     (base / "latin.txt").write_bytes("é".encode("latin-1"))
     assert_refused(aquiline("generate", "--file", "latin.txt"), "UTF-8")
+    assert_refused(aquiline("generate", "x", "", "y", "--target", "target"), "prompt 2 is empty", "BOS")
+    assert_refused(aquiline(*PIPED, "--file", "", given=b"not this"), "--file '' cannot be read", "UTF-8")
+    for words in ((), ("--file", "-")):
+        assert_refused(aquiline(*PIPED, *words, given=b"\xff\xfe"), "standard input cannot be read", "UTF-8")
+    assert_refused(aquiline(*PIPED, "--file", "-"), "standard input holds no prompt")
     long = "x " * 600
     assert_refused(aquiline("generate", long, "--target", "target"), "512", "shorten the prompt")
 
@@ -188,6 +202,26 @@ def test_broken_and_dangerous_files(aquiline: Any, base: Path) -> None:
     assert_refused(aquiline("generate", "x", "--target", bare), "no tokenizer", "tokenizer.json")
 
 
+def test_a_chat_needs_a_template_and_text(aquiline: Any) -> None:
+    words = ("chat", "--draft", "none", "--target")
+    assert_refused(aquiline(*words, "mute", given=b"hi\n"), "chat template", "instruction-tuned")
+    assert_refused(aquiline(*words, "target", given=b"\xff\n"), "standard input cannot be read", "UTF-8")
+
+
+def test_prepare_for_a_tokenizer_without_a_template(aquiline: Any, base: Path) -> None:
+    pytest.importorskip("pyarrow")
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello you"}]}
+    (base / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 2)
+    words = ("prepare", "chats.jsonl", "--target", "mute", "--output", "set", "--validation", "0", "--quiet")
+    assert "prepare --chat-template FILE" in aquiline(*words).error
+    assert "'missing.jinja' cannot be read" in aquiline(*words, "--chat-template", "missing.jinja").error
+    end = "{{ eos_token }}\n"
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    (base / "plain.jinja").write_text(template)
+    result = aquiline(*words, "--chat-template", "plain.jinja", "--json")
+    assert result.code == 0 and json.loads(result.out)["train"]["conversations"] == 2
+
+
 def test_models_that_are_no_targets(aquiline: Any, base: Path) -> None:
     config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     torch.manual_seed(0)
@@ -255,6 +289,10 @@ COMMANDS = {
         ("ttt_steps is 0", "1"),
     ),
     "demo repeats": (("demo", "--repeats", "0"), ("--repeats is 0", "≥ 1")),
+    "demo tokens": (
+        ("demo", "--target", "target", "--max-new-tokens", "0", "--repeats", "1", "--json"),
+        ("0 tokens, too few to time", "--max-new-tokens"),
+    ),
     "completion": (("completion", "fish"), ("'fish'", "'bash'")),
     "inspect": (("inspect", "nosuch"), ("unknown draft head 'nosuch'",)),
 }

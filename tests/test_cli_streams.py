@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aquiline.engine.chat import ChatSession
 from tests.command_line import call, write_target
 
 WORDS = ("--target", "target", "--max-new-tokens", 4, "--dtype", "float64", "--quiet")
@@ -91,6 +92,11 @@ def test_outputs_are_printed_as_soon_as_they_are_there(aquiline: Any, monkeypatc
     assert [json.loads(line)["prompt"] for line in pipe.getvalue().split("\n")[:-1]] == ["One", "Two", "Three"]
 
 
+def test_a_byte_order_mark_is_not_part_of_the_prompt(aquiline: Any, base: Path) -> None:
+    (base / "marked.txt").write_bytes("Hi\r\n".encode("utf-8-sig"))
+    assert json.loads(aquiline("generate", "--file", "marked.txt", "--json", *WORDS).out)["prompt"] == "Hi"
+
+
 def test_only_a_line_feed_ends_a_line(aquiline: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = ["a\u2028b", "c\u0085d", "e\x1cf"]
     file = base / "odd.jsonl"
@@ -103,3 +109,33 @@ def test_only_a_line_feed_ends_a_line(aquiline: Any, base: Path, monkeypatch: py
     monkeypatch.setattr("sys.stdin", io.StringIO("one\x0ctwo\nthree\n"))
     result = aquiline("generate", "--file", "-", "--json", *WORDS)
     assert [json.loads(line)["prompt"] for line in result.out.split("\n")[:-1]] == ["one\x0ctwo", "three"]
+
+
+class Terminal(io.StringIO):
+    """Standard input that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_chat_outlives_ctrl_c_and_refused_turns(aquiline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while a piece is printed, then a turn does not fit: the next one is answered."""
+    turns = iter(["hi", "x " * 300, "again", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(turns))
+    stream, calls = ChatSession.stream, []
+
+    def interrupted(self: ChatSession, *arguments: Any) -> Any:
+        calls.append(arguments[0])
+        events = stream(self, *arguments)
+        if len(calls) > 1:
+            yield from events
+            return
+        yield next(events)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChatSession, "stream", interrupted)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    result = aquiline("chat", "--target", "target", "--draft", "none", "--max-new-tokens", "3")
+    assert result.code == 0 and len(calls) == 3
+    assert "[stopped]" in result.err and result.err.count("error: ") == 1 and "begin a new one" in result.err
+    assert result.out.strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -123,3 +124,58 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_the_earlier_of_equals(
     third = pytest.approx(1 / 3)
     for tokens, top_p, kept in ((2, 0.5, [1, 0]), (4, 0.75, [third, third, third, 0]), (4, 0.5, [0.5, 0.5, 0, 0])):
         assert distribution(torch.zeros(tokens), SamplingParams(temperature=1.0, top_p=top_p)).tolist() == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", math.inf),
+        ("min_new_tokens", 1.5),
+        ("top_k", 1.5),
+        ("n", True),
+        ("seed", 1.5),
+        ("seed", "x"),
+        ("seed", True),
+        ("logprobs", True),
+        ("temperature", "warm"),
+        ("temperature", None),
+        ("stop", b"a"),
+        ("stop", None),
+        ("stop", ("a", 1)),
+        ("stop_token_ids", (1.5,)),
+        ("logit_bias", [1]),
+        ("logit_bias", {1.5: 2}),
+        ("logit_bias", {1: "x"}),
+        ("logits_processors", (5,)),
+        ("ignore_eos", "no"),
+    ],
+)
+def test_settings_of_another_type_are_named(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} is .*; allowed: "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 1 << 64), ("logit_bias", {1: math.nan}), ("logit_bias", {1: math.inf})]
+)
+def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is .*; allowed: "):
+        SamplingParams(**{name: value})
+
+
+def test_integers_of_other_libraries_are_integers() -> None:
+    assert SamplingParams(max_new_tokens=numpy.int32(3)) == SamplingParams(max_new_tokens=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-300])
+@pytest.mark.parametrize("top_p", [1.0, 1e-300])
+def test_the_coldest_temperatures_are_greedy(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([0.5, -3.0, 80.0, 79.0])
+    probs = distribution(logits, SamplingParams(temperature=temperature, top_p=top_p))
+    assert probs.tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("top_p", [1e-45, 1e-300])
+def test_the_smallest_nucleus_is_the_likeliest_token(top_p: float) -> None:
+    probs = distribution(torch.tensor([1.0, 3.0, 2.0]), SamplingParams(temperature=1.0, top_p=top_p))
+    assert draw(probs, 1, 0) == 1

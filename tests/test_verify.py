@@ -163,3 +163,8 @@ def test_sampled_acceptance_processes_every_node_behind_its_own_prefix() -> None
         found = accept_sampled(tree, logits, [chooser], [prefix], torch.Generator())
         assert (found.path[0].tolist(), int(found.next_token[0])) == ([0, 1, 2], 0)
         assert seen == [prefix, [*prefix, 4], [*prefix, 4, 5]]
+
+
+def test_a_rule_of_the_wrong_type_is_named() -> None:
+    with pytest.raises(TypeError, match="epsilon is 'x'; allowed: a number"):
+        LossyRule("typical", epsilon="x")  # type: ignore[arg-type]

@@ -143,3 +143,5 @@ def test_lossy_rules_do_not_accept_the_window(target):
 def test_refuses_sizes(name):
     with pytest.raises(ValueError, match=rf"{name} is 0; allowed"):
         Lookahead(**{name: 0})
+    with pytest.raises(TypeError, match=rf"{name} is 1.5; allowed"):
+        Lookahead(**{name: 1.5})

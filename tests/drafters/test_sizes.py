@@ -42,6 +42,13 @@ def test_too_large_a_tree_names_value_limit_and_remedy(make: Callable[[], Any], 
     assert all(word in str(refusal.value) for word in (*words, str(MOST_NODES))), refusal.value
 
 
+@pytest.mark.parametrize("settings", [{"depth": 1.5}, {"max_ngram": "x"}])
+def test_sizes_of_lookup_are_integers(settings: dict[str, Any]) -> None:
+    (name, value) = next(iter(settings.items()))
+    with pytest.raises(TypeError, match=rf"{name} is {value!r}; allowed: an integer"):
+        PromptLookup(**settings)
+
+
 def test_what_fits_is_made() -> None:
     assert DynamicTree(MOST_NODES, 4, 30).num_nodes == MOST_NODES
     assert Chain(MOST_NODES - 1).depth == PromptLookup(depth=MOST_NODES - 1).depth == MOST_NODES - 1

@@ -248,3 +248,12 @@ def test_what_a_chat_refuses() -> None:
     session = ChatSession(path_engine(tokenizer_for("gemma"), "plain"), system="Be brief.")
     with pytest.raises(ValueError, match="System role not supported"):
         session.stream("Hi")
+    session = chat()
+    for refused, words in (
+        (lambda: ChatSession(session.engine, system=5), "system is 5; allowed: a text or None"),  # type: ignore[arg-type]
+        (lambda: session.send(5), "the message is 5; allowed: a text"),  # type: ignore[arg-type]
+        (lambda: session.send("x", max_tokens=5), "'max_tokens'; allowed: max_new_tokens"),
+        (lambda: session.send("x", 5), "params is 5; allowed: SamplingParams"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=words):
+            refused()

@@ -1,5 +1,6 @@
 """Generation equals transformers and plain decoding, and refuses what cannot run."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -9,20 +10,19 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+import aquiline
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.trees import Chain, DynamicTree
 from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.request import Engine, GenerationOutput, Request
-from aquiline.engine.text import encode_prompt
-from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from aquiline.verify import LossyRule
 from tests import tiny
 from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.path_target import PathTarget
-from tests.tiny_tokenizers import EOS, byte_level, every_byte
+from tests.tiny_tokenizers import byte_level
 
 PROMPTS = tiny.prompts(3, seed=4, longest=30)
 LENGTH = 24
@@ -320,76 +320,36 @@ def test_stats_are_those_of_the_request(speculative: bool) -> None:
     assert speculative == any(output.stats.accepted for output in found)
 
 
-# -- prompts -----------------------------------------------------------------------------------
+def test_barring_every_token_is_rejected() -> None:
+    bars = dict.fromkeys(range(tiny.VOCAB), -math.inf)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, logit_bias=bars)
+        with pytest.raises(ValueError, match="every token"):
+            generate_requests(engine("llama", "lookup"), [Request([1, 2], params)])
 
 
-def prompt_engine(**changes: Any) -> Engine:
-    tokenizer = every_byte()
-    return replace(Engine(PathTarget(len(tokenizer)), None, tokenizer, (0,)), **changes)
-
-
-def test_text_goes_through_the_chat_template() -> None:
-    made = prompt_engine()
-    tokens = encode_prompt(made.tokenizer, "Hé")
-    assert made.tokenizer.decode(tokens) == f"<turn>user: Hé{EOS}<turn>assistant: "
-    assert tokens == encode_prompt(made.tokenizer, [{"role": "user", "content": "Hé"}])
-    assert tokens.count(1) == 2, "special tokens of the template are tokens"
-
-
-def test_raw_text_and_token_ids_stay_as_they_are() -> None:
-    made = prompt_engine()
-    assert made.tokenizer.decode(encode_prompt(made.tokenizer, "Hé", raw=True)) == "Hé"
-    assert encode_prompt(made.tokenizer, [3, 1, 2]) == [3, 1, 2]
-    assert encode_prompt(made.tokenizer, list(torch.tensor([3, 1]).numpy())) == [3, 1]
-    assert encode_prompt(None, [3]) == [3]
-
-
-def test_no_second_beginning_of_sequence() -> None:
-    from copy import deepcopy
-
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = deepcopy(every_byte())
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<turn> $A", special_tokens=[("<turn>", 1)])
-    made = prompt_engine(tokenizer=tokenizer)
-    assert encode_prompt(made.tokenizer, "a", raw=True)[0] == 1, "this tokenizer adds a BOS"
-    assert encode_prompt(made.tokenizer, "a")[:2] != [1, 1]
-    tokenizer.chat_template = None
-    assert encode_prompt(made.tokenizer, "a")[0] == 1, "without a template text is taken as it is"
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"presence_penalty": 0.1}])
+def test_nan_logits_are_never_a_token(settings: dict[str, Any]) -> None:
+    """The NaN arises after the first token, where a whole tree is judged at once."""
+    model = tiny.hf_model.__wrapped__("llama", torch.float32)
+    first = aquiline.load(model, None, packed=False).generate([1, 2], max_new_tokens=1).token_ids[0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[first] = math.nan
+    broken = aquiline.load(model, "prompt-lookup", packed=False)
+    bias = {first: 200.0} if settings else {}
+    with pytest.raises(ValueError, match="NaN"):
+        broken.generate([1, 2], max_new_tokens=4, logit_bias=bias, **settings)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "error", "words"),
+    ("returned", "words"),
     [
-        ("", ValueError, "empty"),
-        ([], ValueError, "empty"),
-        ([1.5], TypeError, "1.5"),
-        (["a", "b"], TypeError, "'a'"),
-        (7, TypeError, "int"),
+        (lambda ids, scores: None, "NoneType; allowed: scores of shape"),
+        (lambda ids, scores: scores[0], rf"\({VOCABULARY},\)"),
+        (lambda ids, scores: scores[:, :5], r"\(1, 5\)"),
     ],
 )
-def test_prompts_that_are_refused(prompt: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        encode_prompt(prompt_engine().tokenizer, prompt)
-
-
-def test_prompts_that_need_what_is_not_there() -> None:
-    with pytest.raises(ValueError, match="no tokenizer"):
-        encode_prompt(None, "a")
-    with pytest.raises(ValueError, match="chat template"):
-        encode_prompt(None, [{"role": "user", "content": "a"}])
-
-
-def test_of_several_prompts_an_error_names_the_one() -> None:
-    made = Loaded(prompt_engine(), None, "plain", SamplingParams())
-    for prompts, error, words in (
-        (["a", "", "b"], ValueError, "prompt 2 of 3: the prompt is empty"),
-        (["a", [999]], ValueError, "prompt 2 of 2: the prompt has token id 999; allowed: 0 … 257"),
-        ([[1.5], "a"], TypeError, "prompt 1 of 2: 1.5 in the prompt is neither"),
-        (["a", "word " * 999], ValueError, "prompt 2 of 2: a prompt of .* leaves no room"),
-        ([[999]], ValueError, "^the prompt has"),
-    ):
-        with pytest.raises(error, match=words):
-            made.stream(prompts)  # at the call, before any work
-    with pytest.raises(ValueError, match=r"^min_new_tokens is 9"):
-        made.stream(["a", "b"], min_new_tokens=9, max_new_tokens=3)
+def test_processors_that_return_something_else(returned: Any, words: str) -> None:
+    params = SamplingParams(max_new_tokens=1, logits_processors=(returned,))
+    with pytest.raises(TypeError, match=words):
+        generate_requests(path_engine(False), [Request([3], params)])

@@ -13,6 +13,7 @@ import torch
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.grammar import Grammar, json_schema, lark, regex
 from aquiline.engine.request import Engine, Request
+from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.path_target import PathTarget
@@ -109,6 +110,12 @@ def test_what_is_refused() -> None:
         regex(replace(made, tokenizer=None), "a")
     with pytest.raises(ValueError, match="end_ids"):
         regex(replace(made, end_ids=()), "a")
+    with pytest.raises(TypeError, match=r"is a Loaded; allowed: an Engine.*loaded\.engine"):
+        regex(Loaded(made, None, "plain", SamplingParams()), "a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="source is 5; allowed: a text"):
+        regex(made, 5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"not JSON.*json\.dumps"):
+        json_schema(made, {"type": {1}})
 
 
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:

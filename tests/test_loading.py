@@ -1,0 +1,153 @@
+"""`load` and what it returns: arguments, damaged targets and prompts that are rejected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import aquiline
+from aquiline.verify import LossyRule
+from tests import tiny
+from tests.command_line import write_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("loading") / "target")
+
+
+@pytest.fixture(scope="module")
+def loaded(target: Path) -> aquiline.Loaded:
+    return aquiline.load(target, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_rows": 1.5}, "max_rows is 1.5; allowed: an integer ≥ 1"),
+        ({"max_rows": 0}, "max_rows is 0; allowed: ≥ 1"),
+        ({"max_rows": "8"}, "max_rows is '8'"),
+        ({"exact": "x"}, "exact is 'x'; allowed: True, False or None"),
+        ({"packed": "no"}, "packed is 'no'; allowed: True or False"),
+        ({"packed": None}, "packed is None"),
+        ({"adaptive": 1}, "adaptive is 1"),
+        ({"draft": ""}, "draft is ''; allowed: a name"),
+        ({"draft": 5}, "draft is an? int; allowed"),
+        ({"draft": aquiline.PromptLookup}, "draft is a type"),
+        ({"draft": tiny.hf_model("llama", torch.float32)}, "draft is a LlamaForCausalLM.*SmallModel"),
+        ({"draft": "prompt-lookup", "tree": ""}, "tree is ''"),
+        ({"target": ""}, "target is ''"),
+        ({"tokenizer": "x"}, "tokenizer is 'x'"),
+        ({"lossy": "typical"}, "lossy is 'typical'; allowed: a LossyRule"),
+        ({"lossy": LossyRule}, "lossy is"),
+        ({"dtype": [1]}, r"dtype is \[1\]; allowed"),
+        ({"dtype": torch.int8}, "int8.*allowed"),
+        ({"device": "meta"}, "device is 'meta'"),
+        ({"device": "nowhere"}, "device is 'nowhere'; allowed"),
+        ({"device": "cuda:99"}, "device is 'cuda:99'.*allowed"),
+    ],
+)
+def test_rejected_arguments(target: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        aquiline.load(**({"target": target, "draft": None} | settings))
+
+
+def test_a_model_that_was_passed_in_stays_what_and_where_it_is() -> None:
+    model = tiny.hf_model("llama", torch.float32)
+    assert aquiline.load(model, None, dtype="float32").target.dtype == torch.float32
+    for settings, words in (({"dtype": "float16"}, "dtype is float16.*float32"), ({"device": "cuda"}, "cuda.*cpu")):
+        with pytest.raises(ValueError, match=words):
+            aquiline.load(model, None, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", [97, 9999, -1, [1, 97]])
+def test_end_tokens_outside_the_vocabulary(end: Any) -> None:
+    model = tiny.hf_model.__wrapped__("llama", torch.float32)
+    model.generation_config.eos_token_id = end
+    with pytest.raises(ValueError, match=r"eos_token_id.*allowed: 0 … 96"):
+        aquiline.load(model, None)
+
+
+def test_the_command_lines_none_means_the_same_in_python(target: Path) -> None:
+    loaded = aquiline.load(target, "none")
+    assert (loaded.drafter, loaded.draft_name) == (None, "plain")
+    with pytest.raises(ValueError, match=r"tree.*draft=None"):
+        aquiline.load(target, "none", tree=aquiline.Chain(3))
+
+
+def test_rejected_arguments_of_generate(loaded: aquiline.Loaded) -> None:
+    for arguments, settings, words in (
+        (("x",), {"raw": "no"}, "raw is 'no'; allowed: True or False"),
+        (("x", 5), {}, "params is 5; allowed: SamplingParams"),
+        (("x",), {"max_tokens": 5}, "'max_tokens'; allowed: max_new_tokens"),
+        (([b"abc"],), {}, "not bytes"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            loaded.generate(*arguments, **settings)
+
+
+def test_of_several_prompts_an_error_names_the_one(loaded: aquiline.Loaded) -> None:
+    for prompts, error, words in (
+        (["a", "", "b"], ValueError, "prompt 2 of 3: the prompt is empty"),
+        (["a", [999]], ValueError, "prompt 2 of 2: the prompt has token id 999; allowed: 0 … 257"),
+        ([[1.5], "a"], TypeError, "prompt 1 of 2: 1.5 in the prompt is neither"),
+        (["a", "word " * 999], ValueError, "prompt 2 of 2: a prompt of .* leaves no room"),
+        ([[999]], ValueError, "^the prompt has"),
+    ):
+        with pytest.raises(error, match=words):
+            loaded.stream(prompts)  # at the call, before any work
+    with pytest.raises(ValueError, match=r"^min_new_tokens is 9"):
+        loaded.stream(["a", "b"], min_new_tokens=9, max_new_tokens=3)
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def _generation(text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "generation_config.json").write_text(text)
+
+    return change
+
+
+def _integer_weights(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_integer_weights, "lm_head.weight has dtype torch.int8"),
+        (_config(hidden_size=-48), "hidden_size is -48"),
+        (_config(hidden_size="48"), "hidden_size is '48'"),
+        (_config(num_hidden_layers=0), "num_hidden_layers is 0"),
+        (_config(max_position_embeddings=0), "max_position_embeddings is 0"),
+        (_config(max_position_embeddings=None), "config.json"),
+        (_config(rms_norm_eps="x"), "rms_norm_eps is 'x'"),
+        (_config(rope_theta="x"), "rope_theta is 'x'"),
+        (_config(rope_parameters="x"), "rope_parameters is 'x'"),
+        (_config(num_attention_heads=5), "config.json|transformers cannot load"),
+        (_generation("{"), "generation_config.json is not"),
+        (_generation("[]"), "generation_config.json holds a list"),
+        (_generation('{"eos_token_id": "x"}'), "eos_token_id 'x'"),
+        (_generation('{"do_sample": true, "temperature": "x"}'), "generation_config"),
+    ],
+)
+def test_damaged_targets_are_named(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
+    folder = write_target(tmp_path / "target")
+    change(folder)
+    with pytest.raises(ValueError, match=words):
+        aquiline.load(folder, None, dtype="float32").generate([1, 2], max_new_tokens=1)
