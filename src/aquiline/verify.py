@@ -228,6 +228,14 @@ class LossyRule:
         return self.kind == "threshold" and self.single == 1 and self.accumulated == 1
 
 
+def check_lossy(rule: LossyRule, temperature: float) -> None:
+    """Raises ValueError where a rule has nothing to relax: at temperature 0, unless it is exact."""
+    if temperature == 0 and not rule.exact:
+        raise ValueError(
+            "temperature is 0, but lossy acceptance needs temperature > 0; remove the lossy rule for greedy output"
+        )
+
+
 def accept_lossy(
     tree: DraftTree,
     logits: Tensor,
@@ -250,10 +258,8 @@ def accept_lossy(
     """
     if rule.exact:
         return accept(tree, logits, choosers, prefixes)
-    if any(chooser.params.temperature == 0 for chooser in choosers):
-        raise ValueError(
-            "temperature is 0, but lossy acceptance needs temperature > 0; remove the lossy rule for greedy output"
-        )
+    for chooser in choosers:
+        check_lossy(rule, chooser.params.temperature)
     paths, next_tokens = [], []
     limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
     tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), limits.tolist()

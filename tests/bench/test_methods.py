@@ -8,7 +8,7 @@ import torch
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import HEAD_OF, METHODS, Bed, Method, find_head, make_method, parse_method
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.checkpoints.parallel import write_final_heads
+from aquiline.checkpoints.parallel import write_parallel_heads
 from tests import tiny
 from tests.drafters.overfit import heads
 
@@ -38,7 +38,7 @@ def _bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
     for kind in ("eagle", "eagle3"):
         write_head(folder / kind, tiny.head(kind), torch.float64)
     for kind in ("medusa", "hydra"):
-        write_final_heads(folder / kind / "head", heads(kind), torch.float64)  # as a training leaves it
+        write_parallel_heads(folder / kind / "head", heads(kind), torch.float64)  # as a training leaves it
     tiny.hf_model("llama").save_pretrained(folder / "small-model")
     kinds = dict.fromkeys(HEAD_OF.values())
     return Bed(tiny.decoder("llama"), None, (), None, "tiny", {kind: str(folder / kind) for kind in kinds})

@@ -21,7 +21,7 @@ from aquiline.bench.settings import TuneSettings
 from aquiline.bench.tune import LARGEST, tune
 from aquiline.bench.tune_sources import Source, find_sources
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.checkpoints.parallel import write_final_heads
+from aquiline.checkpoints.parallel import write_parallel_heads
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
@@ -172,7 +172,7 @@ def test_prompt_lookup_is_tuned_where_no_head_ships(setting: tuple[Bed, TuneSett
 def _shipped(tmp_path: Path) -> Bed:
     """A tiny target with an EAGLE-3 head and Medusa heads."""
     write_head(tmp_path / "eagle3", tiny.head("eagle3"), torch.float64)
-    write_final_heads(tmp_path / "medusa", heads("medusa"), torch.float64)
+    write_parallel_heads(tmp_path / "medusa", heads("medusa"), torch.float64)
     kinds = {kind: str(tmp_path / kind) for kind in ("eagle3", "medusa")}
     return Bed(tiny.decoder("llama"), None, (), None, "tiny", kinds)
 

@@ -17,7 +17,7 @@ from aquiline.checkpoints.eagle.reading import HeadChoices
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.export.layouts import export_head
 from aquiline.checkpoints.open import open_head, read_head, shipped_for, trained_for
-from aquiline.checkpoints.parallel import build_final_network, write_final_heads
+from aquiline.checkpoints.parallel import build_parallel_network, write_parallel_heads
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.targets.target import TargetShape
@@ -63,7 +63,7 @@ def test_too_few_layers_for_the_default(tmp_path: Path) -> None:
 def _parallel(kind: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         config = ParallelConfig(kind, 2, H, V, V)
-        write_final_heads(folder, ParallelHeads(build_final_network(config), None, "f" * 64), torch.float32)
+        write_parallel_heads(folder, ParallelHeads(build_parallel_network(config), None, "f" * 64), torch.float32)
         return folder
 
     return make

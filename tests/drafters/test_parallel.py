@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aquiline.checkpoints.open import read_final_heads
-from aquiline.checkpoints.parallel import build_final_network, write_final_heads
+from aquiline.checkpoints.open import read_parallel_heads
+from aquiline.checkpoints.parallel import build_parallel_network, write_parallel_heads
 from aquiline.drafters.drafter import Committed
 from aquiline.drafters.parallel import ParallelDrafter, ParallelHeads, lm_head_rows, sparse_tree
 from aquiline.drafters.parallel_network import ParallelConfig
-from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
+from aquiline.drafters.trees import Chain, StaticTree
 from aquiline.sampling import SamplingParams
 from aquiline.verify import LossyRule
 from tests import tiny
@@ -76,7 +76,7 @@ def random_heads(kind, **changes):
     sizes = {"hidden_size": 48, "vocab_size": 97, "draft_vocab_size": 97}
     config = ParallelConfig(kind, **({"num_heads": 3, "num_blocks": 2, "own_lm_head": True} | sizes | changes))
     torch.manual_seed(0)
-    network = build_final_network(config).double().requires_grad_(False)
+    network = build_parallel_network(config).double().requires_grad_(False)
     for parameter in network.parameters():
         parameter.normal_(std=0.3)
     return ParallelHeads(network)
@@ -136,8 +136,8 @@ def test_measured_accuracies_make_the_default_tree(target):
 def test_files_round_trip(tmp_path, target, kind, own):
     made = random_heads(kind, own_lm_head=own, draft_vocab_size=50, accuracies=((0.5, 0.1), (0.25,), (0.0,)))
     made = replace(made, draft_to_target=torch.arange(40, 90), target_fingerprint="abc")
-    write_final_heads(tmp_path / "head", made, torch.float64)
-    back = read_final_heads(tmp_path / "head", target.shape, torch.float64)
+    write_parallel_heads(tmp_path / "head", made, torch.float64)
+    back = read_parallel_heads(tmp_path / "head", target.shape, torch.float64)
     assert back.config == made.config
     assert back.target_fingerprint == "abc"
     assert torch.equal(back.draft_to_target, made.draft_to_target)
@@ -165,10 +165,10 @@ def break_config(folder, **changes):
     ],
 )
 def test_refuses_files_that_are_no_heads_for_this_target(tmp_path, target, changes, message):
-    write_final_heads(tmp_path, random_heads("medusa"))
+    write_parallel_heads(tmp_path, random_heads("medusa"))
     break_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        read_final_heads(tmp_path, target.shape)
+        read_parallel_heads(tmp_path, target.shape)
 
 
 def test_refuses_what_does_not_fit(target):
@@ -179,8 +179,6 @@ def test_refuses_what_does_not_fit(target):
         ParallelDrafter(made, target, Chain(3, 0.1))
     with pytest.raises(ValueError, match="hidden_size 32"):
         ParallelDrafter(random_heads("medusa", hidden_size=32), target)
-    with pytest.raises(ValueError, match=r"static tree"):
-        ParallelDrafter(made, target, DynamicTree())
 
 
 def test_typical_acceptance_is_lossy_and_a_threshold_of_one_is_exact(target):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -225,8 +226,6 @@ def test_a_target_without_sizes(changes: dict[str, Any], message: str, tmp_path:
 
 @pytest.mark.real
 def test_the_adapter_and_our_decoder_agree_on_smollm2(smollm2_folder: Path) -> None:
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     adapter, own = HFTarget(model), target_from_hf(model)
     assert isinstance(own, Decoder)
@@ -261,3 +260,15 @@ def test_gemma3_with_prompt_lookup_equals_transformers() -> None:
         found += decode.step(target, drafter, state, [0])[0].tokens
     assert found[:16] == ids.tolist()
     assert stats.accepted > 0
+
+
+def test_models_that_cannot_be_targets(tmp_path: Path) -> None:
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    torch.manual_seed(0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match=r"t5 is an encoder-decoder .*allowed: decoder-only"):
+        load_target(tmp_path / "t5", torch.float32)
+    small = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    transformers.ViTModel(small).save_pretrained(tmp_path / "vit")
+    with pytest.raises(ValueError, match=r"not a causal language model .*'vit'.*allowed"):
+        load_target(tmp_path / "vit", torch.float32)

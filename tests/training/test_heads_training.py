@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquiline.checkpoints.open import read_final_heads
+from aquiline.checkpoints.open import read_parallel_heads
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain
@@ -75,7 +75,7 @@ def test_trains_to_a_drafter_that_equals_plain(base, kind):
         small = load_target(base / kind / "head", torch.float32)
         drafter = SmallModel(small, target, Chain(3))
     else:
-        heads = read_final_heads(base / kind / "head", target.shape)
+        heads = read_parallel_heads(base / kind / "head", target.shape)
         assert heads.target_fingerprint
         assert len(heads.config.accuracies) == 3
         drafter, _ = make_drafter(base / kind, None, target, None)

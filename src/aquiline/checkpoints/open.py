@@ -22,6 +22,7 @@ from aquiline.checkpoints.parallel import (
 from aquiline.checkpoints.report import TITLES, HeadReport, fits
 from aquiline.drafters.eagle_network import DraftHead
 from aquiline.drafters.parallel import ParallelHeads
+from aquiline.drafters.small_model import check_tokens
 from aquiline.models.files import inside, read_json
 from aquiline.models.hub import fetch, is_hub_id
 from aquiline.models.resolve import target_fingerprint, tensor_entries, weight_files
@@ -94,7 +95,7 @@ def read_head(name: str | Path, target: TargetShape, dtype: torch.dtype = torch.
     return head_from_stored(stored_eagle(open_head(name, target)), dtype)
 
 
-def read_final_heads(name: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> ParallelHeads:
+def read_parallel_heads(name: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> ParallelHeads:
     """Opens Medusa or Hydra heads and builds their network, with weights in `dtype`.
 
     Raises:
@@ -187,11 +188,8 @@ def _holds_model(folder: Path) -> bool:
 
 def _model_report(folder: Path, config: Mapping[str, Any], target: TargetShape | None) -> HeadReport:
     shape = target_shape(folder)
-    if target is not None and shape.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{folder}: the small model has {shape.vocab_size} tokens, the target {target.vocab_size}; both must use "
-            "one tokenizer: distil one with `aquiline train --method small-model`"
-        )
+    if target is not None:
+        check_tokens(shape, target)
     files = weight_files(folder)
     facts = [entry[-1] for file in files for entry in tensor_entries(file)]
     return HeadReport(

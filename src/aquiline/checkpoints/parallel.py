@@ -68,7 +68,7 @@ class StoredHeads:
     published: bool = False
 
 
-def build_final_network(config: ParallelConfig) -> ParallelNetwork:
+def build_parallel_network(config: ParallelConfig) -> ParallelNetwork:
     """Makes the network of a configuration; its heads begin as the identity."""
     return MedusaNetwork(config) if config.kind == "medusa" else HydraNetwork(config)
 
@@ -116,7 +116,7 @@ def read_parallel(folder: Path, raw: Mapping[str, Any], target: TargetShape | No
     tensors = dict(read)
     vocabulary = resolve_vocabulary(tensors.pop("d2t", None), None, config.draft_vocab_size, config.vocab_size, place)
     fingerprint = raw.get("aquiline_target_fingerprint")
-    stored = StoredHeads(config, tensors, build_final_network, vocabulary.ids, fingerprint)
+    stored = StoredHeads(config, tensors, build_parallel_network, vocabulary.ids, fingerprint)
     _check(stored, place)
     drafts = f"{config.draft_vocab_size} tokens ({vocabulary.source})"
     return stored, _report(folder, "aquiline", ("config.json", *files), stored, drafts, target)
@@ -150,7 +150,7 @@ def read_published(
     return stored, _report(folder, _REPOSITORIES[repository], ("config.json", file), stored, drafts, target)
 
 
-def write_final_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.dtype = torch.bfloat16) -> None:
+def write_parallel_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes Medusa or Hydra heads, each file whole or not at all.
 
     Args:

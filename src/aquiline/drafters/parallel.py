@@ -90,8 +90,6 @@ class ParallelDrafter:
             )
         if policy is None:
             policy = sparse_tree(config.accuracies or GUESSED_ACCURACIES[: config.num_heads], DEFAULT_NODES)
-        if not isinstance(policy, Chain | StaticTree):
-            raise ValueError(f"{config.kind} heads draft a chain or a static tree; got {policy}")
         if policy.depth > config.num_heads:
             raise ValueError(
                 f"the tree is {policy.depth} deep, but there are {config.num_heads} heads; make it flatter"

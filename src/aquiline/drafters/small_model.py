@@ -19,7 +19,7 @@ from aquiline.cache import KVCache, commit, copy_prefix, truncate
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.trees import Chain
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetShape
 from aquiline.tree import DraftTree
 
 _CHUNK = 512  # tokens per forward, to bound the memory of a long prompt
@@ -38,6 +38,15 @@ class SmallModelState:
     drafted: list[list[int]]
 
 
+def check_tokens(model: TargetShape, target: TargetShape) -> None:
+    """Raises ValueError unless a small model has as many tokens as its target."""
+    if model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the small model has {model.vocab_size} tokens, the target {target.vocab_size}; both must use one "
+            "tokenizer: distil one with `aquiline train --method small-model`"
+        )
+
+
 class SmallModel:
     """Drafts a chain with a small model.
 
@@ -53,11 +62,7 @@ class SmallModel:
     """
 
     def __init__(self, model: Target, target: Target, policy: Chain | None = None, *, sampled: bool = False) -> None:
-        if model.shape.vocab_size != target.shape.vocab_size:
-            raise ValueError(
-                f"the small model has {model.shape.vocab_size} tokens, the target {target.shape.vocab_size}; "
-                "both must use one tokenizer: distil one with `aquiline train --method small-model`"
-            )
+        check_tokens(model.shape, target.shape)
         self.model, self.policy, self.needs = model, policy or Chain(depth=4), Needs(samples=sampled)
 
     def new_state(self, slots: int, capacity: int) -> SmallModelState:

@@ -1,4 +1,4 @@
-"""The file that tuning writes and loading takes: what drafts fastest on someone's prompts."""
+"""The file that `aquiline tune` writes and `load` reads: the fastest draft and tree on the user's prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TunedChoice:
     """What was fastest.
 
     Attributes:
-        method: "plain", or what drafts, in words.
+        method: "plain", or the draft's display name.
         draft: what `load` takes as its draft: "auto", a head's folder or name, "prompt-lookup", or
             None for plain decoding.
         tree: the shape of the drafts; None for the draft's own default, or for plain decoding.

@@ -1,4 +1,4 @@
-"""From what a user names as a draft and a tree to a drafter."""
+"""Makes a drafter from the names of a draft and a tree."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aquiline")
 
 CPU_TREE = Chain(depth=4, min_prob=0.15)
-"""Small trees are what pays on a CPU: every further node costs a fraction of a forward."""
+"""Small trees pay on a CPU, where every further node costs a fraction of a forward."""
 
 CPU_TREE_EAGLE1 = Chain(depth=3, min_prob=0.2)
 """An EAGLE-1/2 head reads the target's whole LM head at every draft step: shorter chains."""
 
 REPEATS = PromptLookup()
-"""What `draft="auto"` takes before it asks a head: a repeated pair of tokens is continued rightly
-about as often as the head is right (0.6 on MT-bench), and it costs nothing."""
+"""`draft="auto"` tries this before the head: it continues a repeated pair of tokens correctly about as often as the
+head does (0.6 on MT-bench), at no cost."""
 
 GPU_TREE = DynamicTree(num_nodes=60, depth=7, top_k=10)
 """The papers' tree."""
@@ -43,7 +43,7 @@ _TREES: dict[str, tuple[type[TreePolicy], ...]] = {
     "hydra": (Chain, StaticTree),
     "small-model": (Chain,),
 }
-"""What drafts → the trees that it can draft."""
+"""Draft, or kind of head → the trees that it can draft."""
 
 
 def read_tree(tree: Tree | None) -> TreePolicy | TunedChoice | None:
@@ -70,12 +70,12 @@ def make_drafter(
     path: Path | None,
     packed: bool = True,
 ) -> tuple[Drafter | None, str]:
-    """Makes what drafts, and names it.
+    """Makes a drafter and its display name.
 
     Args:
         draft: "auto", "none", "prompt-lookup", "lookahead", the name, folder, GGUF file or hub id of a
             head (EAGLE, Medusa, Hydra, a small model), a drafter, or None.
-        tree: shape of the drafts, or None for what pays here.
+        tree: shape of the drafts; None lets the device decide.
         target: the target.
         path: its folder, which tells which heads were trained for it; None where there is none.
         packed: use the draft network's fast CPU copy where the machine has its kernels.
@@ -115,7 +115,7 @@ def make_drafter(
 def head_drafter(
     head: Head, tree: TreePolicy | None, target: Target, path: Path | None, packed: bool = True
 ) -> tuple[Drafter, str]:
-    """Makes the drafter of an opened head, and names it; arguments as `make_drafter`.
+    """Makes the drafter of an opened head, and its display name; arguments as `make_drafter`.
 
     Raises:
         ValueError: the head cannot draft the tree, or its tokens are not the target's.
@@ -166,7 +166,7 @@ def _auto(tree: TreePolicy | None, target: Target, path: Path | None, packed: bo
 
 
 def _check_tree(draft: str, tree: TreePolicy | None) -> None:
-    """Raises ValueError unless what drafts can draft the tree."""
+    """Raises ValueError unless the draft can take the tree."""
     allowed = _TREES[draft]
     if tree is None or isinstance(tree, allowed):
         return

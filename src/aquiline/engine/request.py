@@ -16,7 +16,7 @@ from aquiline.engine.text import EMPTY_PROMPT
 from aquiline.sampling import LogitsProcessor, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
-from aquiline.verify import LossyRule
+from aquiline.verify import LossyRule, check_lossy
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,11 +173,8 @@ def _check_params(engine: Engine, params: SamplingParams) -> None:
         )
     if params.stop and engine.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, which this engine lacks; use stop_token_ids")
-    lossy = engine.lossy is not None and not engine.lossy.exact
-    if lossy and params.temperature == 0:
-        raise ValueError(
-            "temperature is 0, but lossy acceptance needs temperature > 0; remove the lossy rule for greedy output"
-        )
+    if engine.lossy is not None:
+        check_lossy(engine.lossy, params.temperature)
 
 
 @contextmanager

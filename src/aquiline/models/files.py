@@ -43,7 +43,7 @@ def inside(folder: Path, name: str) -> Path:
         ValueError: the name contains a folder, a link leaves the folder, or the file is not a regular one.
     """
     if Path(name).name != name or name in ("", ".", "..") or "\\" in name or not name.isprintable() or len(name) > 255:
-        raise ValueError(f"{folder}: the file name {name[:80]!r} leaves the folder or is none; expected a plain name")
+        raise ValueError(f"{folder}: the file name {name[:80]!r} leaves the folder; expected a plain name")
     path = folder / name
     try:
         real, home = path.resolve(), folder.resolve()

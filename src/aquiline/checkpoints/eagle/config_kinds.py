@@ -1,7 +1,6 @@
-"""The kinds of values that a head's config.json may hold, before anything is read into them.
+"""Checks the types of the values in a head's config.json.
 
-A value of another kind is an error here, so that no reader after this one has to doubt what it
-gets; what the values *mean* is judged where they are used.
+Later readers can rely on the types; they check what the values mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dialects of EAGLE head checkpoints, translated into one vocabulary.
 
-Whoever trains heads names things in his own way. Here, names and configuration keys of each
-dialect become those of `DraftHead` (`midlayer.*` for the first layer of EAGLE-3, flat config keys);
-what a dialect can say and this engine cannot do is refused by name. Values are not judged here.
+Every training stack has its own names. This module converts the tensor names and configuration keys of each
+dialect to those of `DraftHead` (`midlayer.*` for the first layer of EAGLE-3, flat config keys) and rejects, by
+name, features that this engine lacks. It does not check values.
 
 | dialect | marked by |
 |---|---|
@@ -31,7 +31,7 @@ _OTHER_METHODS = {
     "dflash2": "DFlash2 drafts blocks by diffusion",
     "dspark": "DSpark is a Markov head over blocks",
     "mtp": "MTP layers belong to the target itself",
-    "xpress": "XPress is no EAGLE head",
+    "xpress": "XPress is not an EAGLE head",
 }
 _ONE_PASS = re.compile(r"p-?eagle", re.IGNORECASE)
 _FOREIGN = re.compile(r"dflash|dspark|mtp|deepseek|llama4|minicpm|cohere|mistrallarge3|minimax|kimi|vl", re.IGNORECASE)

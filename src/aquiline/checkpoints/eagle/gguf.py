@@ -57,7 +57,7 @@ def write_gguf_head(path: Path, stored: StoredHead, target_gguf: Path) -> None:
         target_gguf: the target's own GGUF file, whose tokenizer is copied.
 
     Raises:
-        ValueError: if `target_gguf` is no GGUF file with a tokenizer of the target's size.
+        ValueError: if `target_gguf` is not a GGUF file with a tokenizer of the target's size.
     """
     from gguf import GGUFWriter
 
@@ -122,7 +122,7 @@ def read_gguf_head(path: Path) -> Translated:
     architecture = fields.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise ValueError(
-            f"{path} has the architecture {architecture!r}, expected {ARCHITECTURE!r}: it is no draft head"
+            f"{path} has the architecture {architecture!r}, expected {ARCHITECTURE!r}: it is not a draft head"
         )
     config = _config(fields, raw, path)
     check_kinds(config, str(path))

@@ -55,7 +55,7 @@ def llama_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the keys of config.json that all engines agree on.
 
     `bias` is false, because engines take it for the bias of the attention, and the rope base is
-    there twice, because readers of either key fall back to 10000 in silence.
+    there twice, because readers of either key silently fall back to 10000.
     """
     layer, eagle3 = config.layer, config.kind == "eagle3"
     result: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A draft head as tensors and configuration, between its files and its network.
+"""An EAGLE head as tensors and configuration, between its files and its network.
 
 Readers make one, writers take one: tensors keep their stored dtype and bits on the way through.
 """

@@ -1,6 +1,6 @@
 """Draft heads for the engines that serve them: written losslessly, or refused with the reason.
 
-What an engine cannot do, it mostly ignores in silence, and the user sees an acceptance of zero.
+Engines silently ignore most of what they cannot do, and the user sees an acceptance of zero.
 So each engine has a list of what it runs (`_ENGINES`), and a head that needs more is refused.
 Tensors are copied bit by bit; only their names and the configuration change.
 """
@@ -156,7 +156,7 @@ def _check_output(to: str, output: Path, head: Path | None) -> None:
         raise ValueError(f"{output} cannot be made: {above} is a file; name another folder")
     if to == "gguf" and output.suffix == ".gguf" and not output.is_dir():
         if output.exists() and not is_gguf_head(output):
-            raise ValueError(f"{output} is there and is no draft head, so it is not written over; name another file")
+            raise ValueError(f"{output} exists and is not a draft head, so it is not overwritten; name another file")
         return
     if output.is_file() or (output.is_symlink() and not output.exists()):
         raise ValueError(f"{output} is a file, not a folder; name another folder")
@@ -181,11 +181,11 @@ def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
     unknown = [flag for flag in _ALL_FLAGS if getattr(config, flag) and flag not in engine.flags]
     checks = [
         (config.kind == "eagle" and not engine.eagle1, "it knows EAGLE-3 heads only, this is an EAGLE-1/2 head"),
-        (config.fc_bias and config.kind not in engine.fc_bias, "it ignores the bias of fc in silence"),
+        (config.fc_bias and config.kind not in engine.fc_bias, "it silently ignores the bias of fc"),
         (layer.qkv_bias and config.kind not in engine.qkv_bias, "it has no biases on q, k and v in this head"),
         (layer.o_bias or layer.mlp_bias, "biases in the output projection or the MLP were never tried with it"),
         (layer.qk_norm, "it has no norms on q and k in this head"),
-        (bool(unknown), f"it ignores {' and '.join(unknown)} in silence"),
+        (bool(unknown), f"it silently ignores {' and '.join(unknown)}"),
         (config.kind == "eagle3" and config.num_layers > 1 and not engine.any_layers, "it runs one layer only"),
         (stored.embedding is not None and not engine.own_embedding, "it always takes the target's embedding"),
         (

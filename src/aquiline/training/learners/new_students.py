@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.parallel import build_final_network, write_final_heads
+from aquiline.checkpoints.parallel import build_parallel_network, write_parallel_heads
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.targets.decoder import Decoder, DecoderConfig, config_from_hf
@@ -61,7 +61,7 @@ def new_student(settings: TrainSettings, target: Decoder, target_head: Tensor) -
         own_lm_head=settings.own_lm_head,
         rms_norm_eps=target.config.layer.rms_norm_eps,
     )
-    final = build_final_network(heads)
+    final = build_parallel_network(heads)
     if heads.own_lm_head:
         with torch.no_grad():
             final.lm_head.weight.copy_(target_head)
@@ -115,7 +115,7 @@ def save_student(
         heads = ParallelHeads(student.network, vocabulary, fingerprint)
         measured = tuple(tuple(round(value, 4) for value in row) for row in accuracies)
         student.network.config = replace(student.network.config, accuracies=measured)
-        write_final_heads(folder, heads)
+        write_parallel_heads(folder, heads)
         return
     assert isinstance(student, SmallModelStudent)
     _write_small_model(folder, student.network, Path(settings.target), target, fingerprint)
