@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.final_heads import build_final_network
+from aquiline.checkpoints.parallel import build_final_network
 from aquiline.drafters.eagle_network import DraftHead, forward_network, new_draft_cache
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.parallel_network import ParallelConfig
