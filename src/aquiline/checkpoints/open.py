@@ -56,12 +56,12 @@ class Head:
 
 
 def open_head(name: str | Path, target: TargetShape | None = None, choices: HeadChoices | None = None) -> Head:
-    """Opens a draft head of any kind and layout; anything missing, excessive or odd is an error.
+    """Opens a draft head of any kind and layout; missing, extra and invalid parts are errors.
 
     Args:
         name: as `resolve_head`.
         target: sizes of the target; None checks the head against itself alone.
-        choices: what to overrule where an EAGLE checkpoint is silent or known to be wrong.
+        choices: settings that override an EAGLE checkpoint where it is silent or wrong.
 
     Raises:
         ValueError: for anything that is not exactly a head for this target; names the file, the key, what was
@@ -82,7 +82,7 @@ def open_head(name: str | Path, target: TargetShape | None = None, choices: Head
         contents, report = read_eagle(path, config, target, choices or HeadChoices())
         return Head(path, report.kind, contents, report, config)
     if choices is not None and choices != HeadChoices():
-        raise ValueError(f"{path} holds {TITLES[report.kind]} heads, which name all they need; overrule nothing")
+        raise ValueError(f"{path} holds {TITLES[report.kind]} heads, which allow no overrides; leave the options out")
     return Head(path, report.kind, contents, report, config)
 
 
@@ -119,14 +119,14 @@ def stored_eagle(head: Head) -> StoredHead:
 
 
 def resolve_head(name: str | Path) -> Path:
-    """Returns the folder (or GGUF file) of the head that `name` means.
+    """Returns the folder or GGUF file of a head.
 
     Tried in this order: a folder, a training's output folder (its ``head``), a GGUF file, the
     name of a shipped head, a hub id (from a filled cache also offline).
 
     Raises:
-        ValueError: there is nothing of that name.
-        RuntimeError: the download failed.
+        ValueError: if no head has that name.
+        RuntimeError: if the download fails.
     """
     path = Path(name).expanduser()
     if path.is_dir():

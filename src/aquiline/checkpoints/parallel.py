@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads on disk, read strictly: this package's layout and those of the reference repositories.
+"""Medusa and Hydra heads on disk, in this package's layout and those of the reference repositories.
 
 | file | names |
 |---|---|
@@ -267,7 +267,7 @@ def _published_config(repository: str, raw: Mapping[str, Any], target: TargetSha
 def _published_network(
     repository: str, raw: Mapping[str, Any], blocks: int
 ) -> tuple[Callable[[ParallelConfig], ParallelNetwork], Callable[[str], str]]:
-    """What makes the network, and what translates a tensor's name."""
+    """Functions that make the network and translate a tensor's name."""
 
     def medusa_name(name: str) -> str:
         name = re.sub(rf"^(\d+)\.{blocks}\.(weight)$", r"lm_heads.\1.\2", name)

@@ -1,4 +1,4 @@
-"""How a draft head's files were understood, in one record that prints itself."""
+"""The report on a draft head: how its files were interpreted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TITLES = {
     "hydra": "Hydra",
     "small-model": "small model",
 }
-"""Kinds of heads, and what a user calls them."""
+"""Kind of head → its display name."""
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """How a head's files were understood.
+    """How a head's files were interpreted.
 
     Attributes:
         path: the folder or file.
@@ -34,9 +34,9 @@ class HeadReport:
         features: which target features it reads, and how that was found.
         vocabulary: which tokens it drafts, and how that was found.
         embedding: whose embedding it uses.
-        fingerprint: of the target that the head was trained for, or None if it does not say.
+        fingerprint: of the target that the head was trained for, or None if unknown.
         checked_against: sizes of the target it was checked against, or None.
-        notes: what was assumed or left out, one sentence each.
+        notes: assumptions and omissions, one sentence each.
     """
 
     path: str
@@ -84,7 +84,7 @@ class HeadReport:
 
 
 def fits(target: TargetShape | None) -> str | None:
-    """What a head was checked against, in words."""
+    """The target that a head was checked against, as text."""
     if target is None:
         return None
     return f"fits a target with hidden {target.hidden_size}, {target.vocab_size} tokens, {target.num_layers} layers"

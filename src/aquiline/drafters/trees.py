@@ -136,10 +136,10 @@ def names_tree(text: str) -> bool:
 
 
 def parse_tree(text: str) -> TreePolicy:
-    """Reads a tree.
+    """Parses a tree.
 
     Raises:
-        ValueError: for another form, or numbers that make no tree.
+        ValueError: if the form is unknown or the numbers are invalid.
     """
     kind, colon, rest = text.partition(":")
     arguments = _arguments(kind, rest.split(",") if colon else [])
@@ -151,7 +151,7 @@ def parse_tree(text: str) -> TreePolicy:
 
 
 def _arguments(kind: str, parts: list[str]) -> tuple[Any, ...] | None:
-    """The numbers of a tree, or None for another form."""
+    """The arguments of a tree, or None for an unknown form."""
     try:
         if kind == "static":
             return (tuple(tuple(map(int, path.split("."))) for path in parts),) if parts else ()

@@ -1,7 +1,7 @@
-"""Files: read without trusting them, written whole or not at all.
+"""Files: untrusted ones are read safely, and new ones are written whole or not at all.
 
-Models and heads come from strangers: nothing outside their folder is opened. Whatever is written appears under its
-name only when it is complete, so that a kill at any moment leaves the previous file.
+Models and heads come from strangers, so nothing outside their folder is opened. A written file appears under its name
+only when it is complete; a kill at any moment leaves the previous file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def read_json(path: Path, remedy: str = "fetch it again") -> dict[str, Any]:
 
     Args:
         path: the file.
-        remedy: what the user can do about a broken file, for the message.
+        remedy: advice about a broken file, for the message.
 
     Raises:
-        ValueError: it cannot be read, is not JSON, or holds something other than an object.
+        ValueError: if it cannot be read, is not JSON, or does not hold an object.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def inside(folder: Path, name: str) -> Path:
     The blob store beside a model hub snapshot counts as inside: there, all files are links.
 
     Raises:
-        ValueError: the name contains a folder, a link leaves the folder, or the file is not a regular one.
+        ValueError: if the name contains a folder, a link leaves the folder, or the file is not a regular one.
     """
     if Path(name).name != name or name in ("", ".", "..") or "\\" in name or not name.isprintable() or len(name) > 255:
         raise ValueError(f"{folder}: the file name {name[:80]!r} leaves the folder; expected a plain name")

@@ -21,11 +21,11 @@ def fetch(name: str, patterns: Sequence[str], check: Callable[[Path], object], r
         name: hub id.
         patterns: files to fetch, as globs.
         check: raises ValueError for a folder that is not complete.
-        remedy: what else the user can do if the download fails, for the message.
+        remedy: further advice if the download fails, for the message.
 
     Raises:
-        RuntimeError: the download failed.
-        ValueError: what was downloaded does not pass `check`.
+        RuntimeError: if the download fails.
+        ValueError: if the downloaded folder does not pass `check`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError

@@ -1,4 +1,4 @@
-"""Tensors in files: read without running code, and judged key by key before anything uses them."""
+"""Tensors in files: read without running code, and checked key by key before use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
         Name → tensor in its stored dtype, and the names of the files that were read.
 
     Raises:
-        ValueError: what is missing, broken, or leads out of the folder.
+        ValueError: if a file is missing, broken, or leads out of the folder.
     """
     for name in _WHOLE:
         if is_there(folder, name):
@@ -85,7 +85,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """Whether a folder has an entry of that name, broken links included: reading them gives the error."""
+    """Whether a folder has an entry of that name, broken links included, which fail when they are read."""
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
@@ -93,7 +93,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Reads one file of tensors, .safetensors or a pickle without code.
 
     Raises:
-        ValueError: it is cut or corrupt, or a pickle that holds anything but tensors.
+        ValueError: if it is cut or corrupt, or a pickle with anything but tensors.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -360,7 +360,7 @@ def test_other_files_are_not_written_over(to: str, there: str, tmp_path: Path, t
         output.mkdir()
         (output / ("README.md" if there == "a project" else "model-00001-of-00002.safetensors")).write_text("mine")
     before = _contents(tmp_path)
-    with pytest.raises(ValueError, match=r"(written over|write over|is a file).*; name ") as caught:
+    with pytest.raises(ValueError, match=r"(overwrit|is a file).*; name ") as caught:
         export_head(source, to, output, TARGET, target_gguf=target_gguf)
     assert str(output) in str(caught.value)
     assert _contents(tmp_path) == before

@@ -27,7 +27,7 @@ class LayerIds:
 
     Attributes:
         features: boundaries, in the order in which the head's fc reads them.
-        source: how they were found, for a reader.
+        source: how they were found, as text.
     """
 
     features: tuple[Feature, ...]
@@ -49,7 +49,7 @@ def resolve_layer_ids(
         convention: "boundary" or "output" to overrule this.
 
     Raises:
-        ValueError: for ids that are no integers, repeat, or lie outside the target.
+        ValueError: if ids are not integers, repeat, or lie outside the target.
     """
     if convention not in (None, "boundary", "output"):
         raise ValueError(f"layer-id convention {convention!r} is not known; allowed: boundary, output")
@@ -81,7 +81,7 @@ def resolve_layer_ids(
 
 
 def looks_like_outputs(features: tuple[Feature, ...], num_layers: int) -> bool:
-    """True for boundaries that are one below the default: probably output ids in the wrong place."""
+    """True if the boundaries are one below the default, so that they are probably output ids."""
     return num_layers >= 7 and features == tuple(k - 1 for k in eagle3_layers(num_layers))
 
 

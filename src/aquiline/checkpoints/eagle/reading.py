@@ -22,7 +22,7 @@ from aquiline.targets.target import TargetShape
 
 @dataclass(frozen=True)
 class HeadChoices:
-    """What a user may overrule, where a checkpoint is silent or known to be wrong.
+    """Settings that override a checkpoint where it is silent or wrong.
 
     Attributes:
         layer_ids: "boundary" or "output", the convention of its layer ids.
@@ -38,13 +38,13 @@ class HeadChoices:
 def read_eagle(
     path: Path, config: Mapping[str, Any], target: TargetShape | None, choices: HeadChoices
 ) -> tuple[StoredHead, HeadReport]:
-    """Reads an EAGLE head of any dialect; anything missing, excessive or odd is an error.
+    """Reads an EAGLE head of any dialect; missing, extra and invalid parts are errors.
 
     Args:
         path: folder of the head, or a GGUF file.
         config: its config.json; empty for a GGUF file, whose header has it.
         target: sizes of the target; None checks the head against itself alone.
-        choices: what to overrule.
+        choices: settings that override the configuration.
 
     Returns:
         The tensors in their stored dtypes, checked, and how they were understood.
@@ -89,7 +89,7 @@ def _overruled(config: Mapping[str, Any], choices: HeadChoices) -> dict[str, Any
 
 
 def _check_fc_bias(translated: Translated, raw: Mapping[str, Any], config: HeadConfig, place: str) -> list[str]:
-    """The key `bias` means the fc's bias; in EAGLE-1/2 its absence means that there is one."""
+    """Checks the key `bias`, which means the fc's bias; EAGLE-1/2 heads without the key have one."""
     declared = raw.get("bias")
     if declared and not config.fc_bias:
         raise ValueError(
@@ -102,7 +102,9 @@ def _check_fc_bias(translated: Translated, raw: Mapping[str, Any], config: HeadC
             'drop it. Write "bias": true if the head was trained with it, or remove the tensor'
         )
     if declared is None and not config.fc_bias and config.kind == "eagle" and translated.dialect == "safeailab":
-        return ["bias is not named and fc.bias not there: no bias (the reference would make up one from noise)"]
+        return [
+            "config.json does not name bias, and fc.bias is missing: no bias (the reference would fill one with noise)"
+        ]
     return []
 
 
@@ -113,7 +115,7 @@ def _vocabulary(
         if config.kind == "eagle" and (raw.get(key) or config.vocab_size) != config.vocab_size:
             raise ValueError(
                 f"{place}: config.json says {key} = {raw[key]}, but an EAGLE-1/2 head drafts all {config.vocab_size} "
-                "tokens through the target's LM head; it is another method, or the key another head's"
+                "tokens through the target's LM head; this is another method, or the key belongs to another head"
             )
     if config.kind == "eagle" and (d2t is not None or t2d is not None):
         raise ValueError(f"{place}: d2t or t2d is there, but an EAGLE-1/2 head drafts all tokens; it is another method")
@@ -137,11 +139,11 @@ def _check_embedding(config: HeadConfig, embedding: Tensor | None, place: str) -
 def _doubts(
     stored: StoredHead, raw: Mapping[str, Any], dialect: str, target: TargetShape | None, choices: HeadChoices
 ) -> list[str]:
-    """What is legal and still a frequent cause of low acceptance."""
+    """Valid settings that often cause low acceptance."""
     notes, theta = [], stored.config.layer.rope.theta
     named = raw.get("rope_theta") is not None or (raw.get("rope_parameters") or {}).get("rope_theta") is not None
     if not named:
-        notes.append("no rope base is named: 10000, as in the reference implementation")
+        notes.append("no rope base is named: 10000, the default of the reference implementation")
     elif dialect == "angelslim" and theta != 10000 and choices.rope_theta is None:
         notes.append(f"AngelSlim heads that name the base {theta:g} were reported to accept more with 10000")
     if (
@@ -153,7 +155,7 @@ def _doubts(
     if raw.get("tie_word_embeddings") and stored.config.kind == "eagle3":
         notes.append("tie_word_embeddings is ignored: the head's LM head is its own")
     if stored.embedding is not None and stored.config.hidden_size == stored.config.target_hidden_size:
-        notes.append("it brings its own embedding, which is used; most heads share the target's")
+        notes.append("it uses its own embedding; most heads share the target's")
     return notes
 
 

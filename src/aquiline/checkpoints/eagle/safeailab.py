@@ -1,8 +1,8 @@
-"""The layout of the reference repository (SafeAILab/EAGLE), in which heads are kept here.
+"""Writes heads in the layout of the reference repository (SafeAILab/EAGLE), which is this package's own.
 
 `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`, `t2d` for EAGLE-3; `fc`, `layers.0.*` for EAGLE-1/2. The
-configuration carries a few keys more than the reference reads, all of them either known to engines
-or named `aquiline_…`; what the reference would *misread* is refused by `aquiline export` instead.
+configuration has a few more keys than the reference reads: engines know them, or they start with
+`aquiline_`. `aquiline export` rejects heads that the reference would misread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.b
 
 
 def native_config(stored: StoredHead) -> dict[str, Any]:
-    """Returns config.json as this project keeps heads."""
+    """Returns config.json in this package's own form."""
     config = stored.config
     result = llama_config(config, stored.dtype)
     result["bias"] = config.fc_bias
@@ -86,7 +86,7 @@ def llama_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rope_keys(rope: RopeConfig) -> dict[str, Any]:
-    """Returns `rope_theta`, `rope_parameters`, and `rope_scaling` where there is some."""
+    """Returns `rope_theta`, `rope_parameters`, and `rope_scaling` if the frequencies are scaled."""
     parameters = {**dict(rope.scaling or {}), "rope_theta": rope.theta, "rope_type": rope.kind}
     parameters.pop("type", None)
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_parameters": parameters}
@@ -100,7 +100,7 @@ def file_tensors(stored: StoredHead, first_layer: str = "midlayer") -> dict[str,
 
     Args:
         stored: the head.
-        first_layer: what the file calls the first layer of an EAGLE-3 head, "midlayer" or "layers.0".
+        first_layer: name of the first layer of an EAGLE-3 head in the file, "midlayer" or "layers.0".
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.tensors.items():

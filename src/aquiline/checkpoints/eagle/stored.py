@@ -1,6 +1,6 @@
 """An EAGLE head as tensors and configuration, between its files and its network.
 
-Readers make one, writers take one: tensors keep their stored dtype and bits on the way through.
+Readers produce it and writers consume it, so that tensors keep their stored dtype and bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAGS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 @dataclass(frozen=True, eq=False)
 class StoredHead:
-    """A head that belongs to no format.
+    """A head independent of any file format.
 
     Attributes:
         config: the network's configuration.

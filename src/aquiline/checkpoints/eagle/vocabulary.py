@@ -23,7 +23,7 @@ class DraftVocabulary:
 
     Attributes:
         ids: (Vd,) int64 increasing target ids, or None where draft and target ids coincide.
-        source: how it was found, for a reader.
+        source: how it was found, as text.
     """
 
     ids: Tensor | None

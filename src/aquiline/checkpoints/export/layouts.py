@@ -1,7 +1,7 @@
-"""Draft heads for the engines that serve them: written losslessly, or refused with the reason.
+"""Exports draft heads to serving engines: losslessly, or not at all, with the reason.
 
 Engines silently ignore most of what they cannot do, and the user sees an acceptance of zero.
-So each engine has a list of what it runs (`_ENGINES`), and a head that needs more is refused.
+Therefore each engine has a list of what it runs (`_ENGINES`), and heads that need more are rejected.
 Tensors are copied bit by bit; only their names and the configuration change.
 """
 
@@ -31,14 +31,14 @@ DRAFT_TOKENS = 3
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written.
+    """The files of an export.
 
     Attributes:
         format: name of the engine's format.
         path: the folder, or the GGUF file.
         files: names of the files.
         snippet: how to serve it.
-        notes: what a user should know, one sentence each.
+        notes: remarks for the user, one sentence each.
     """
 
     format: str
@@ -54,7 +54,7 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What one engine runs, as far as its readers show.
+    """The heads that one engine can run, according to its source.
 
     Attributes:
         title: its name in messages.
@@ -124,13 +124,13 @@ def export_head(
         to: one of `FORMATS`.
         output: folder, made if need be; for "gguf" a folder or a path that ends in .gguf.
         target: sizes of the target.
-        target_name: what the snippet calls the target, a folder or a hub id.
+        target_name: the target in the snippet, a folder or a hub id.
         target_gguf: for "gguf", the target's own GGUF file, whose tokenizer is copied.
         dtype: dtype of the stored weights if `head` is in memory.
 
     Raises:
         ValueError: if the engine cannot run this head; says why and which formats can. Also if `output` holds
-            anything but an earlier export to this format: other people's files are not written over.
+            anything but an earlier export to this format, because foreign files are never overwritten.
     """
     if to not in _ENGINES:
         raise ValueError(f"unknown format {to!r}; allowed: {', '.join(FORMATS)}")
@@ -150,7 +150,7 @@ def export_head(
 def _check_output(to: str, output: Path, head: Path | None) -> None:
     """Raises ValueError unless nothing is at `output`, or nothing but an earlier export to this format."""
     if head is not None and head.exists() and output.exists() and output.samefile(head):
-        raise ValueError(f"{output} is the head itself, which an export would write over; name another folder")
+        raise ValueError(f"{output} is the head itself, which the export would overwrite; name another folder")
     above = next((parent for parent in output.parents if parent.exists()), None)
     if above is not None and not above.is_dir():
         raise ValueError(f"{output} cannot be made: {above} is a file; name another folder")
@@ -165,8 +165,8 @@ def _check_output(to: str, output: Path, head: Path | None) -> None:
     readme = output / "README.md"
     if not readme.is_file() or not readme.read_text(encoding="utf-8", errors="replace").startswith(_heading(to)):
         raise ValueError(
-            f"{output} holds other files than an earlier export to {to}, and they are not written over; name a folder "
-            "that is new or empty"
+            f"{output} holds files that are not an earlier export to {to}, and they are not overwritten; name a new or "
+            "empty folder"
         )
 
 
