@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquiline.tree import DraftTree, ancestors, depths, from_lists, is_chain, root_only, validate
+from aquiline.tree import DraftTree, ancestors, depths, from_lists, is_chain, root_only
+from tests.tree_invariants import validate
 
 Rows = list[tuple[list[int], list[int]]]
 

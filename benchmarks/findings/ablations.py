@@ -14,7 +14,7 @@ import torch
 from aquiline.bench.environment import environment
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, make_method, parse_method
-from aquiline.bench.recorder import JudgedNode, Recorder, judged_nodes
+from aquiline.bench.recorder import Node, Recorder, judged_nodes
 from aquiline.bench.runner import encode_turns, open_bed, run_bench
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
@@ -289,7 +289,7 @@ def _positions(settings: AblationSettings, folder: Path, bed: Bed) -> dict[str, 
     file = folder / "positions.json"
     if not file.is_file():
         questions = load_questions(settings.questions, settings.tasks, settings.per_task)
-        nodes: list[JudgedNode] = []
+        nodes: list[Node] = []
         for seed in _seeds(settings):
             head = dict(settings.given).get("eagle") or _head_folder(folder, "eagle", seed) / "head"
             own = Bed(bed.target, bed.tokenizer, bed.end_ids, bed.path, bed.name, {"eagle": str(head)})

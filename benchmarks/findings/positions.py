@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from aquiline.bench.metrics import BINS
-from aquiline.bench.recorder import JudgedNode
+from aquiline.bench.recorder import Node
 
 
-def position_profile(nodes: Sequence[JudgedNode]) -> dict[str, Any]:
+def position_profile(nodes: Sequence[Node]) -> dict[str, Any]:
     """Acceptance by place and by confidence, and how much of its variance each explains.
 
     EAGLE-2's observation is that acceptance depends on the context beside the position. The
@@ -26,7 +26,7 @@ def position_profile(nodes: Sequence[JudgedNode]) -> dict[str, Any]:
         and by both.
     """
     judged = [node for node in nodes if node.confidence is not None]
-    places: dict[str, list[JudgedNode]] = {}
+    places: dict[str, list[Node]] = {}
     for node in judged:
         places.setdefault(".".join(map(str, node.ranks)), []).append(node)
     ordered = sorted(places.items(), key=lambda item: (item[0].count("."), item[0]))
@@ -55,12 +55,12 @@ def explained(pairs: Iterable[tuple[Hashable, bool]]) -> float:
     return between / variance
 
 
-def _bin(node: JudgedNode) -> int:
+def _bin(node: Node) -> int:
     assert node.confidence is not None
     return min(int(node.confidence * BINS), BINS - 1)
 
 
-def _thirds(nodes: Sequence[JudgedNode]) -> list[float]:
+def _thirds(nodes: Sequence[Node]) -> list[float]:
     ordered = sorted(nodes, key=lambda node: node.confidence or 0.0)
     size = len(ordered) // 3
     return [sum(n.accepted for n in part) / size for part in (ordered[:size], ordered[-size:])]

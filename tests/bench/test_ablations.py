@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline.bench.methods import Bed, parse_method
-from aquiline.bench.recorder import JudgedNode
+from aquiline.bench.recorder import Node
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle_network import EagleNetwork
@@ -177,8 +177,8 @@ def test_what_position_and_confidence_explain() -> None:
     assert explained([("a", True), ("a", False), ("b", True), ("b", False)]) == 0
     assert explained([("a", True)]) == 0
     # At one place, acceptance follows the confidence alone.
-    nodes = [JudgedNode(1, (0,), 0.9, True)] * 20 + [JudgedNode(1, (0,), 0.1, False)] * 20
-    profile = position_profile([*nodes, JudgedNode(1, (1,), None, True)])
+    nodes = [Node((0,), 0.9, True, True)] * 20 + [Node((0,), 0.1, True, False)] * 20
+    profile = position_profile([*nodes, Node((1,), None, True, True)])
     assert profile["positions"] == {"0": [40, 20]}
     assert profile["within"] == {"0": [0.0, 1.0]}
     assert profile["explained"] == {"position": 0, "confidence": 1, "both": 1}

@@ -122,7 +122,7 @@ def test_judged_nodes_of_a_tree_have_ranks_and_outcomes(bed: Bed) -> None:
     assert sum(node.accepted for node in nodes) == stats.accepted > 0
     # Two siblings are judged at every depth that was offered.
     for depth in (1, 2):
-        assert sum(node.depth == depth for node in nodes) == 2 * stats.offered_at[depth - 1]
+        assert sum(len(node.ranks) == depth for node in nodes) == 2 * stats.offered_at[depth - 1]
     assert {node.ranks for node in nodes} == {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)}
     assert all(node.confidence is None for node in nodes)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from aquiline import decode
-from aquiline import tree as trees
 from aquiline.drafters.drafter import Committed, Drafter, Rows
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
@@ -18,6 +17,7 @@ from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
 from aquiline.verify import LossyRule
 from tests import tiny
+from tests.tree_invariants import validate
 
 
 def run(
@@ -84,7 +84,7 @@ class Validating:
 
     def propose(self, rows: Rows, state: Any) -> DraftTree:
         self.seen.append(self.inner.propose(rows, state))
-        trees.validate(self.seen[-1])
+        validate(self.seen[-1])
         return self.seen[-1]
 
     def extend(self, committed: Committed, state: Any) -> None:

@@ -13,9 +13,10 @@ from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.eagle_network import DraftHead, forward_network, new_draft_cache
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.targets.rope import RotaryTable
-from aquiline.tree import DraftTree, validate
+from aquiline.tree import DraftTree
 from tests import tiny
 from tests.drafters.loop import extend, rows_of
+from tests.tree_invariants import validate
 
 TEXTS = ([5, 9, 2, 7, 7, 1, 3], [8, 4, 60])
 """Each with the root as its last token."""

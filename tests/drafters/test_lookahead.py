@@ -14,6 +14,7 @@ from aquiline.stats import GenerationStats
 from aquiline.verify import LossyRule
 from tests import tiny
 from tests.drafters.loop import Validating, assert_equal_to_plain, rows_of, run, tiny_target
+from tests.tree_invariants import validate
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def observed(drafter, state, text, made, emitted):
 def test_the_window_is_a_chain_with_columns_below_it():
     drafter = Lookahead(window=3, ngram=4, guesses=2)
     tree = drafter.propose(rows_of([1, 6], [2, 6], max_depth=2), drafter.new_state(2, 8))
-    trees.validate(tree)
+    validate(tree)
     assert tree.num_candidates.tolist() == [1, 1]
     assert tree.num_nodes.tolist() == [1 + 9, 1 + 9]
     assert trees.depths(tree.parents)[0].tolist() == [0, 1, 2, 3, 2, 3, 4, 3, 4, 5]

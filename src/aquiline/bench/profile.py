@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aquiline.bench.cost import seconds_at
-from aquiline.bench.recorder import Step
+from aquiline.bench.recorder import Step, nodes_of
 from aquiline.drafters.trees import Chain, DynamicTree
 
 Floats = npt.NDArray[np.float64]
@@ -94,23 +94,10 @@ def make_profile(steps: Sequence[Step]) -> Profile:
     depth, rank = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     accepted = np.zeros(shape, dtype=np.bool_)
     for i, step in enumerate(steps):
-        tree, row = step.tree, step.index
-        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-        count = int(tree.num_nodes[row])
-        levels, ranks, on_path = [0] * count, [0] * count, [True] + [False] * (count - 1)
-        children = [0] * count
-        for node in range(1, count):
-            parent = parents[node]
-            levels[node] = levels[parent] + 1
-            ranks[node] = max(ranks[parent], children[parent])
-            children[parent] += 1
-            at = levels[node]
-            # The last emitted token is the target's own, not a draft.
-            on_path[node] = on_path[parent] and at < len(step.emitted) and step.emitted[at - 1] == tokens[node]
-        joint = [-float(at) for at in levels] if tree.log_probs is None else tree.log_probs[row].tolist()
-        score[i, : count - 1] = joint[1:count]
-        depth[i, : count - 1], rank[i, : count - 1] = levels[1:], ranks[1:]
-        accepted[i, : count - 1] = on_path[1:]
+        joint = None if step.tree.log_probs is None else step.tree.log_probs[step.index, 1:].tolist()
+        for at, node in enumerate(nodes_of(step)):
+            depth[i, at], rank[i, at], accepted[i, at] = len(node.ranks), max(node.ranks), node.accepted
+            score[i, at] = -len(node.ranks) if joint is None else joint[at]
     return Profile(score, depth, rank, accepted)
 
 

@@ -13,20 +13,20 @@ from aquiline.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class JudgedNode:
-    """A drafted node whose parent was accepted, so that the target decided about it.
+class Node:
+    """A drafted node and what became of it.
 
     Attributes:
-        depth: levels below the root, ≥ 1.
         ranks: position among its siblings at every level, from the root down: (0, 2) is the third
             child of the first child.
         confidence: the draft's probability of the token given its parent, or None.
-        accepted: whether the text runs through it.
+        judged: its parent was accepted, so that the target decided about it.
+        accepted: the text runs through it.
     """
 
-    depth: int
     ranks: tuple[int, ...]
     confidence: float | None
+    judged: bool
     accepted: bool
 
 
@@ -82,31 +82,32 @@ class Recorder:
         self.inner.reset(slot, length, state)
 
 
-def judged_nodes(steps: Sequence[Step]) -> Iterator[JudgedNode]:
+def nodes_of(step: Step) -> Iterator[Node]:
+    """The nodes of a step's tree that may be accepted, in the order of the tree, without the root."""
+    tree, row = step.tree, step.index
+    limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    scores = None if tree.log_probs is None else tree.log_probs[row].tolist()
+    ranks: list[tuple[int, ...]] = [()]
+    accepted, children = [True], [0] * len(tokens)
+    for node in range(1, int(limits[row])):
+        parent = parents[node]
+        ranks.append((*ranks[parent], children[parent]))
+        children[parent] += 1
+        depth = len(ranks[node])
+        # The last emitted token is the target's own, not a draft.
+        taken = depth < len(step.emitted) and step.emitted[depth - 1] == tokens[node]
+        accepted.append(accepted[parent] and taken)
+        confidence = None if scores is None else math.exp(min(0.0, scores[node] - scores[parent]))
+        yield Node(ranks[node], confidence, accepted[parent], accepted[node])
+
+
+def judged_nodes(steps: Sequence[Step]) -> Iterator[Node]:
     """The candidates below accepted nodes, in the order of the steps and of the trees."""
-    for step in steps:
-        tree, row = step.tree, step.index
-        limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
-        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-        scores = None if tree.log_probs is None else tree.log_probs[row].tolist()
-        accepted: dict[int, int] = {0: 0}  # node → depth
-        ranks: dict[int, tuple[int, ...]] = {0: ()}
-        children: dict[int, int] = {}
-        for node in range(1, int(limits[row])):
-            parent = parents[node]
-            ranks[node] = (*ranks[parent], children.get(parent, 0))
-            children[parent] = children.get(parent, 0) + 1
-            if parent not in accepted:
-                continue
-            depth = accepted[parent] + 1
-            taken = depth < len(step.emitted) and step.emitted[depth - 1] == tokens[node]
-            if taken:
-                accepted[node] = depth
-            confidence = None if scores is None else math.exp(min(0.0, scores[node] - scores[parent]))
-            yield JudgedNode(depth, ranks[node], confidence, taken)
+    return (node for step in steps for node in nodes_of(step) if node.judged)
 
 
-def calibration_bins(nodes: Iterator[JudgedNode]) -> list[tuple[int, float, int]]:
+def calibration_bins(nodes: Iterator[Node]) -> list[tuple[int, float, int]]:
     """Per bin of confidence, [judged, sum of confidences, accepted]; empty without confidences."""
     counts, sums, hits = [0] * BINS, [0.0] * BINS, [0] * BINS
     for node in nodes:

@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from aquiline.engine.request import GenerationOutput
     from aquiline.loading import Loaded
     from aquiline.sampling import SamplingParams
-    from aquiline.stats import GenerationStats
 
 logger = logging.getLogger("aquiline")
+
+_STATS = (
+    "prompt_tokens", "emitted", "steps", "nodes", "accepted", "mean_accept_length", "acceptance_rate",
+    "tokens_per_second", "seconds", "lossy",
+)  # fmt: skip
+"""Counters and rates of an output's JSON object."""
 
 
 def add_target_option(parser: Any) -> None:
@@ -136,28 +141,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end tokens")
 
 
-def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the sampling options that were given."""
-    names = (
-        "max_new_tokens",
-        "min_new_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "n",
-        "ignore_eos",
-    )
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.stop:
-        given["stop"] = tuple(arguments.stop)
-    return given
-
-
 def parse_lossy(text: str | None) -> Any:
     """Parses --lossy.
 
@@ -248,23 +231,7 @@ def output_record(prompt: Any, output: GenerationOutput) -> dict[str, Any]:
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
         "seed": output.seed,
-        "stats": stats_record(output.stats),
-    }
-
-
-def stats_record(stats: GenerationStats) -> dict[str, Any]:
-    """Converts counters and rates to JSON-serialisable values."""
-    return {
-        "prompt_tokens": stats.prompt_tokens,
-        "emitted": stats.emitted,
-        "steps": stats.steps,
-        "nodes": stats.nodes,
-        "accepted": stats.accepted,
-        "mean_accept_length": stats.mean_accept_length,
-        "acceptance_rate": stats.acceptance_rate,
-        "tokens_per_second": stats.tokens_per_second,
-        "seconds": stats.seconds,
-        "lossy": stats.lossy,
+        "stats": {name: getattr(output.stats, name) for name in _STATS},
     }
 
 
@@ -272,6 +239,6 @@ def params_of(arguments: argparse.Namespace, loaded: Loaded) -> SamplingParams:
     """Applies the sampling options to the model's defaults; warns about options without effect."""
     from dataclasses import replace
 
-    params = replace(loaded.defaults, **sampling_settings(arguments))
+    params = replace(loaded.defaults, **given_settings(arguments, type(loaded.defaults)))
     warn_without_effect(arguments, params)
     return params
