@@ -19,6 +19,7 @@ from aquiline.bench.runner import encode_turns, open_bed, run_bench
 from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions
 from aquiline.checkpoints.open import resolve_head
+from aquiline.models.files import write_text
 from aquiline.targets.target import eagle3_layers
 from benchmarks.findings.comparisons import (
     COMPARISONS,
@@ -168,8 +169,8 @@ def run_ablations(
         "positions": _positions(settings, folder, bed) if "eagle" in runs and settings.per_task else None,
     }
     markdown = render_findings(results)
-    _write(folder / "ablations.json", json.dumps(results, ensure_ascii=False, indent=1))
-    _write(folder / "ablations.md", markdown)
+    write_text(folder / "ablations.json", json.dumps(results, ensure_ascii=False, indent=1))
+    write_text(folder / "ablations.md", markdown)
     return AblationReport(results, markdown, folder)
 
 
@@ -303,12 +304,6 @@ def _positions(settings: AblationSettings, folder: Path, bed: Bed) -> dict[str, 
                 case = Case(question.task, (question.id,), 0, (prompt,), 0.0, settings.max_new_tokens)
                 measure(own, Method("eagle:static", watched, ""), case)
                 nodes += judged_nodes(watched.steps)
-        _write(file, json.dumps(position_profile(nodes)))
+        write_text(file, json.dumps(position_profile(nodes)))
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aquiline.models.files import write_text
 from aquiline.training.data.conversations import Conversation, Message, Refusal, read_conversations
 from aquiline.training.data.identity import conversation_id
 from aquiline.training.data.record_log import RecordLog
@@ -342,6 +343,4 @@ def _check_settings(output: Path, plan: _Plan) -> None:
         return
     if output.exists() and output.stat().st_size:
         raise ValueError(f"{output} exists, but not from an earlier run; choose another output")
-    partial = _beside(path, ".partial")
-    partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, json.dumps(now, indent=2) + "\n")
