@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.parallel import build_final_network
 from aquiline.drafters.eagle_network import DraftHead, forward_network, new_draft_cache
 from aquiline.drafters.parallel import ParallelHeads
-from aquiline.drafters.parallel_network import ParallelConfig
+from aquiline.drafters.parallel_network import HydraNetwork, MedusaNetwork, ParallelConfig
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.rope import RotaryTable
 from aquiline.training.features import compute_features
@@ -75,7 +74,8 @@ def eagle_head(kind: str, target: Decoder, texts: Texts) -> DraftHead:
 
 def parallel_heads(kind: str, target: Decoder, texts: Texts) -> ParallelHeads:
     """Three Medusa or Hydra heads in float64, each fitted to the feature of its own position ahead."""
-    network = build_final_network(ParallelConfig(kind, 3, 48, tiny.VOCAB, tiny.VOCAB)).double().requires_grad_(False)
+    make = MedusaNetwork if kind == "medusa" else HydraNetwork
+    network = make(ParallelConfig(kind, 3, 48, tiny.VOCAB, tiny.VOCAB)).double().requires_grad_(False)
     for head in range(3):
         given, wanted = list[Tensor](), list[Tensor]()
         for prompt, answer in texts:
