@@ -132,7 +132,7 @@ def test_given_heads_are_compared_untrained(tmp_path: Path, bed: Bed) -> None:
         assert side["tau"] == [measured[side["method"]]["tau"]["value"]]
     assert measured["eagle:static"]["nodes_per_step"] > 5 >= measured["eagle:chain"]["nodes_per_step"]
     assert f"heads as given: eagle = {heads['eagle']}, eagle3" in report.markdown
-    with pytest.raises(ValueError, match="leave the training sets and the heads to train out"):
+    with pytest.raises(ValueError, match=r"given.*leave"):
         settings(tmp_path, given=(("eagle", "x"),))
     with pytest.raises(ValueError, match="per_task is 0"):
         settings(tmp_path, data=(), heads=(), given=(("eagle", "x"),), per_task=0)
@@ -185,11 +185,11 @@ def test_what_position_and_confidence_explain() -> None:
 
 
 def test_bad_settings(tmp_path: Path, bed: Bed) -> None:
-    with pytest.raises(ValueError, match="unknown head 'eagle9'; there are: eagle, eagle-unshifted"):
+    with pytest.raises(ValueError, match=r"'eagle9'.*eagle-unshifted"):
         settings(tmp_path, heads=("eagle9",))
-    with pytest.raises(ValueError, match="seeds are empty"):
+    with pytest.raises(ValueError, match=r"seeds.*at least one"):
         settings(tmp_path, seeds=())
-    with pytest.raises(ValueError, match="no training data given"):
+    with pytest.raises(ValueError, match="aquiline prepare"):
         settings(tmp_path, data=())
     trainer = Trainer()
     for change, reason in (

@@ -50,10 +50,10 @@ def test_refusals(tmp_path: Path) -> None:
     def unreachable(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no route")
 
-    with pytest.raises(RuntimeError, match=r"could not get openai/gsm8k from the hub \(no route\); check the network"):
+    with pytest.raises(RuntimeError, match=r"openai/gsm8k.*no route.*network"):
         download_questions(tmp_path, ["gsm8k"], load=unreachable)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="task 'rag' is on no hub; there are: mt_bench"):
+    with pytest.raises(ValueError, match=r"'rag'.*mt_bench"):
         download_questions(tmp_path, ["rag"], load=fake_hub)
     with pytest.raises(ValueError, match="count is 0"):
         download_questions(tmp_path, count=0, load=fake_hub)

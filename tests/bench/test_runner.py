@@ -164,7 +164,7 @@ def test_killed_and_resumed_equals_uninterrupted(
 
 def test_another_run_in_the_folder_is_refused(questions: Path, tmp_path: Path) -> None:
     run_bench(settings(questions, tmp_path / "out", batch_sizes=(1,)), path_bed(), quiet=True)
-    with pytest.raises(ValueError, match=r"max_new_tokens: 24 → 25.* choose another output folder"):
+    with pytest.raises(ValueError, match=r"max_new_tokens: 24 → 25.*another output folder"):
         run_bench(settings(questions, tmp_path / "out", batch_sizes=(1,), max_new_tokens=25), path_bed(), quiet=True)
 
 
@@ -176,7 +176,7 @@ def test_prompts_over_the_context_are_skipped_and_counted(questions: Path, tmp_p
     assert not measured & {(s["task"], s["question"], s["turn"]) for s in results["skipped"]}
     assert all(r["prompt_tokens"][0] + 24 <= 64 for r in results["records"])
     assert f"{len(results['skipped'])} prompts" in (tmp_path / "out" / "results.md").read_text()
-    with pytest.raises(ValueError, match="nothing to measure: none of 4 questions fits"):
+    with pytest.raises(ValueError, match=r"none of 4.*lower"):
         run_bench(settings(questions, tmp_path / "none", max_new_tokens=60), bed, quiet=True)
 
 
@@ -204,7 +204,7 @@ def test_a_wrong_token_fails_loudly_after_the_report(
         return record
 
     monkeypatch.setattr(runner, "measure", buggy)
-    with pytest.raises(WrongTokens, match="method prompt-lookup, mt_bench question 2 turn 0, token 3"):
+    with pytest.raises(WrongTokens, match=r"prompt-lookup.*question 2 turn 0.*token 3"):
         run_bench(settings(questions, tmp_path / "out", batch_sizes=(1,)), path_bed(), quiet=True)
     assert "NOT a near-tie" in (tmp_path / "out" / "report.html").read_text()
 
@@ -285,5 +285,5 @@ def test_larger_batches_run_on_mt_bench_wherever_it_stands(questions: Path, tmp_
 
 
 def test_an_unknown_batch_task_is_refused(questions: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="batch task 'sum' is not among the tasks; there are: mt_bench, qa"):
+    with pytest.raises(ValueError, match=r"'sum'.*mt_bench, qa"):
         run_bench(settings(questions, tmp_path / "out", batch_task="sum"), path_bed(), quiet=True)

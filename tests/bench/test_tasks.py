@@ -43,7 +43,7 @@ def test_spec_bench_file_is_told_apart_by_category(tmp_path: Path) -> None:
     file = write(tmp_path / "spec_bench" / "question.jsonl", records)
     assert [(q.task, q.id) for q in load_questions([file])] == [("mt_bench", "1"), ("gsm8k", "3"), ("sum", "2")]
     write(file, [{"question_id": 1, "category": "astrology", "turns": ["a"]}])
-    with pytest.raises(ValueError, match=r"line 1: category 'astrology' is not a task; allowed: writing"):
+    with pytest.raises(ValueError, match=r"line 1: .*'astrology'.*writing"):
         load_questions([file])
 
 
@@ -105,18 +105,18 @@ def test_one_question_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_task_lists_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown task 'mmlu'; allowed: mt_bench, humaneval, gsm8k"):
+    with pytest.raises(ValueError, match=r"'mmlu'.*mt_bench, humaneval, gsm8k"):
         load_questions(tasks=["mmlu"])
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="no questions in"):
+    with pytest.raises(ValueError, match=r"no questions.*give"):
         load_questions([tmp_path / "empty.jsonl"])
     (tmp_path / "void").mkdir()
-    with pytest.raises(ValueError, match="has no question file"):
+    with pytest.raises(ValueError, match=r"no question file.*TASK"):
         load_questions([tmp_path / "void"])
     with pytest.raises(ValueError, match="neither a folder nor a file"):
         load_questions([tmp_path / "missing"])
-    with pytest.raises(ValueError, match="questions per task is 0"):
+    with pytest.raises(ValueError, match=r"per task is 0.*≥ 1"):
         load_questions(per_task=0)

@@ -208,7 +208,7 @@ def test_a_head_with_one_tree_is_a_contestant_as_it_is(
 
 def test_too_few_prompts(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("only one\n")
-    with pytest.raises(ValueError, match="needs at least 2 prompts that fit the context, got 1"):
+    with pytest.raises(ValueError, match=r"at least 2 prompts.*got 1"):
         tune(TuneSettings(prompts=(str(tmp_path / "one.txt"),)), path_bed())
     with pytest.raises(ValueError, match="num_prompts is 1"):
         TuneSettings(num_prompts=1)
