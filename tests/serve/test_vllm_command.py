@@ -68,7 +68,7 @@ def test_eagle1_with_the_bias_key(target: Path, tmp_path: Path) -> None:
     folder, method = served_head(source, target)
     assert method == "eagle" and json.loads((folder / "config.json").read_text())["bias"] is False
     biased = fixtures.write(tmp_path / "b", fixtures.llama_config(bias=True), fixtures.eagle1(bias=True))
-    with pytest.raises(ValueError, match="cannot be served: vLLM: it ignores the bias of fc"):
+    with pytest.raises(ValueError, match=r"cannot be served: vLLM: .*ignores the bias of fc"):
         served_head(biased, target)
 
 
