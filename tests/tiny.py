@@ -53,6 +53,7 @@ FAMILIES = tuple(_FAMILIES)
 
 
 @cache
+@torch.inference_mode(False)  # what is cached must serve every test
 def hf_model(family: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
     """A 7-layer random model of a family; weights scaled so that 64 greedy tokens vary."""
     name, extra = _FAMILIES[family]
@@ -80,6 +81,7 @@ def hf_model(family: str, dtype: torch.dtype = torch.float64) -> transformers.Pr
 
 
 @cache
+@torch.inference_mode(False)  # what is cached must serve every test
 def decoder(family: str, dtype: torch.dtype = torch.float64) -> Decoder:
     """Our decoder with the weights of `hf_model`."""
     model = hf_model(family, dtype)
