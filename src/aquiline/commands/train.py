@@ -48,17 +48,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     from aquiline.models.resolve import resolve_target
-    from aquiline.training.heads_training import train_heads
     from aquiline.training.loop import train
     from aquiline.training.processes import is_main_process
-    from aquiline.training.settings import EAGLE, TrainSettings
+    from aquiline.training.settings import TrainSettings
 
     given = _given(arguments)
     given["target"] = str(resolve_target(arguments.target))
     settings = TrainSettings(**given)
-    start = train if settings.kind in EAGLE else train_heads
     with _progress(arguments):
-        report = start(settings, resume=arguments.resume, overwrite=arguments.overwrite)
+        report = train(settings, resume=arguments.resume, overwrite=arguments.overwrite)
     if is_main_process():
         _show(report, arguments)
     return 0 if report.stopped == "finished" else 128 + signal.Signals[report.stopped]

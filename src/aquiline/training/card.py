@@ -6,38 +6,41 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from aquiline.training.learners.learner import Acceptance
+from aquiline.training.run import Run
 from aquiline.training.settings import settings_record
-from aquiline.training.state import Run
-from aquiline.training.validation import Acceptance
+
+TITLES = {
+    "eagle3": "EAGLE-3 draft head",
+    "eagle": "EAGLE-1/2 draft head",
+    "medusa": "Medusa heads",
+    "hydra": "Hydra heads",
+    "small-model": "Small draft model",
+}
 
 
-def write_card(run: Run, acceptance: Mapping[str, Acceptance]) -> Path:
+def write_card(run: Run) -> Path:
     """Writes README.md into the head's folder.
 
     Args:
-        run: the finished run.
-        acceptance: what was measured, by validation set.
+        run: the finished run; its acceptance was measured.
 
     Returns:
         The file.
     """
-    path = Path(run.settings.output) / "head" / "README.md"
-    sections = [_title(run), _quality(acceptance)]
-    sections += [_calibration(acceptance)] if acceptance else []
+    path = run.output / "head" / "README.md"
+    sections = [_title(run), _quality(run.measured)]
+    sections += [_calibration(run.measured)] if run.measured else []
     sections.append(_recipe(run))
     path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     return path
 
 
 def _title(run: Run) -> str:
-    config = run.head.config
-    name = "EAGLE-3" if config.kind == "eagle3" else "EAGLE-1/2"
     target = Path(run.settings.target).name
     return (
-        f"# {name} draft head for {target}\n\n"
-        f"Drafts {config.draft_vocab_size:,} of {config.vocab_size:,} tokens from the target "
-        f"features {', '.join(map(str, config.features))}. Layout: SafeAILab.\n\n"
-        f"Target fingerprint: `{run.head.target_fingerprint}`\n\n"
+        f"# {TITLES[run.settings.kind]} for {target}\n\n{run.learner.describe()}\n\n"
+        f"Target fingerprint: `{run.learner.fingerprint}`\n\n"
         f"    aquiline generate --target {target} --draft THIS_FOLDER"
     )
 
@@ -45,20 +48,22 @@ def _title(run: Run) -> str:
 def _quality(acceptance: Mapping[str, Acceptance]) -> str:
     title = "## Acceptance on held-out conversations"
     if not acceptance:
-        return f"{title}\n\nIt was not measured: no conversation was held out."
+        return f"{title}\n\nNot measured: no conversation was held out."
+    depths = min(5, *(len(measured.alphas) for measured in acceptance.values()))
     lines = [
         title,
         "",
         "n-α: share accepted at depth n+1 of those accepted at depth n, greedy chain. τ: tokens "
         "per target forward, the target's own included.",
         "",
-        "| data | rows | 0-α | 1-α | 2-α | 3-α | 4-α | τ chain of 5 | τ fixed tree |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| data | positions | {' | '.join(f'{n}-α' for n in range(depths))} | τ chain of {depths} | τ fixed tree |",
+        "|---" * (depths + 4) + "|",
     ]
     for name, measured in acceptance.items():
-        alphas = " | ".join(f"{alpha:.3f}" for alpha in measured.alphas[:5])
+        alphas = " | ".join(f"{alpha:.3f}" for alpha in measured.alphas[:depths])
         lines.append(
-            f"| {Path(name).name} | {measured.rows:,} | {alphas} | {measured.tau_chain:.2f} | {measured.tau_tree:.2f} |"
+            f"| {Path(name).name} | {measured.positions:,} | {alphas} | {measured.tau_chain:.2f} | "
+            f"{measured.tau_tree:.2f} |"
         )
     return "\n".join(lines)
 
@@ -70,7 +75,7 @@ def _calibration(acceptance: Mapping[str, Acceptance]) -> str:
             "",
             f"{Path(name).name}: expected calibration error {measured.calibration_error:.3f}.",
             "",
-            "| rows | mean confidence | accepted |",
+            "| positions | mean confidence | accepted |",
             "|---|---|---|",
         ]
         lines += [f"| {n:,} | {c:.3f} | {a:.3f} |" for n, c, a in measured.calibration if n]

@@ -1,4 +1,4 @@
-"""Target features for training: computed without a cache, and kept on disk for later epochs.
+"""Target features of conversations: computed without a cache, or read from a folder.
 
 A conversation's features are always computed alone, so that they do not depend on what was
 batched with it, and a run with a feature folder has the same bits as one without.
@@ -7,26 +7,20 @@ batched with it, and a run with a feature folder has the same bits as one withou
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import shutil
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aquiline.targets.decoder import Decoder
-from aquiline.targets.layers import decoder_layers
+from aquiline.targets.layers import DecoderLayer, decoder_layers
 from aquiline.targets.target import Feature, Target
-from aquiline.training.processes import is_main_process
-from aquiline.training.sharding import gathered
-
-_SHARD_BYTES = 256 << 20
+from aquiline.training.feature_folder import FeatureStore
+from aquiline.training.learners.learner import Example
+from aquiline.training.processes import gathered, largest
 
 
 @torch.no_grad()
@@ -88,7 +82,7 @@ def decoder_features(
         positions = torch.arange(len(tokens), device=tokens.device)[None]
         streams.append(_Stream(target.embed_tokens(tokens[None]), *target.rotary(positions, len(tokens))))
     for i, _ in enumerate(gathered(list(target.layers))):
-        for _ in apply(partial(_through_layer, target, i, i in features), streams):
+        for _ in apply(partial(_take_and_go_on, target, i, i in features), streams):
             pass
     for stream in streams:
         stream.taken[target.config.num_layers] = stream.hidden
@@ -98,21 +92,38 @@ def decoder_features(
 
 
 @torch.no_grad()
-def _through_layer(target: Decoder, i: int, take: bool, stream: _Stream) -> None:
-    layer, hidden, width = decoder_layers(target.layers)[i], stream.hidden, stream.hidden.shape[1]
+def _take_and_go_on(target: Decoder, i: int, take: bool, stream: _Stream) -> None:
     if take:
-        stream.taken[i] = hidden
-    rotated, attention = target.config.rotary[i], layer.self_attn
-    q, k, v = attention.qkv(
-        layer.input_layernorm(hidden), stream.cos if rotated else None, stream.sin if rotated else None
-    )
-    window, seen = target.config.windows[i], None
+        stream.taken[i] = stream.hidden
+    rotation = (stream.cos, stream.sin) if target.config.rotary[i] else None
+    stream.hidden = through_layer(decoder_layers(target.layers)[i], stream.hidden, rotation, target.config.windows[i])
+
+
+def through_layer(
+    layer: DecoderLayer, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None, window: int | None = None
+) -> Tensor:
+    """Takes a whole conversation through a decoder layer, causally and without a cache.
+
+    Args:
+        layer: the layer.
+        hidden: (1, T, H).
+        rotation: cos and sin (1, T, dim) of the positions; None for a layer without rotary positions.
+        window: positions that each one sees, itself included; None for all before it.
+
+    Returns:
+        (1, T, H).
+    """
+    attention, width = layer.self_attn, hidden.shape[1]
+    q, k, v = attention.qkv(layer.input_layernorm(hidden), *(rotation or (None, None)))
+    seen = None
     if window is not None and window < width:
         seen = torch.ones(width, width, dtype=torch.bool, device=hidden.device).tril().triu(1 - window)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     mixed = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, seen, is_causal=seen is None, scale=attention.scale, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, seen, is_causal=seen is None, scale=attention.scale
     )
-    stream.hidden = layer.finish(hidden, mixed.transpose(1, 2).reshape(1, width, -1))
+    return layer.finish(hidden, mixed.transpose(1, 2).reshape(1, width, -1))
 
 
 def features_in_step(
@@ -137,167 +148,109 @@ def features_in_step(
     return [compute_features(target, tokens, features) for tokens in texts]
 
 
-def feature_stamp(
-    fingerprint: str, features: Sequence[Feature], data: Mapping[str, str], max_length: int
-) -> dict[str, Any]:
-    """What a feature folder depends on: target, features, data sets by name, and the cut."""
-    return {
-        "format": "aquiline-features-1",
-        "target": fingerprint,
-        "features": [str(f) for f in dict.fromkeys((*features, "final"))],
-        "data": dict(sorted(data.items())),
-        "max_length": max_length,
-    }
-
-
 def conversation_key(source: int, index: int) -> str:
     """Name of a conversation's features in the folder."""
     return f"{source}.{index}"
 
 
-@dataclass(eq=False)
-class FeatureStore:
-    """A folder of features that fills while training.
+@dataclass(frozen=True, eq=False)
+class FeatureSource:
+    """Where the features of a run's conversations come from.
 
     Attributes:
-        folder: where ``stamp.json`` and ``shard-*.safetensors`` lie.
-        stamp: see `feature_stamp`; a folder with another stamp is refused.
-        written: conversation key → shard file.
-        pending: features not yet on disk, lost (and recomputed) if the process dies.
-        full: the disk had no room; nothing more is written.
+        target: frozen.
+        layout: features that are computed, and stored, for each conversation.
+        read: those of them that the head reads.
+        store: folder that keeps them, or None.
+        noise: see the setting `feature_noise`.
+        seed: of the noise.
     """
 
-    folder: Path
-    stamp: dict[str, Any]
-    written: dict[str, Path] = field(default_factory=dict)
-    pending: dict[str, Tensor] = field(default_factory=dict)
-    full: bool = False
-    _open: dict[Path, Any] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    target: Target
+    layout: tuple[Feature, ...]
+    read: tuple[Feature, ...]
+    store: FeatureStore | None
+    noise: float
+    seed: int
 
-    @property
-    def layout(self) -> tuple[Feature, ...]:
-        """What a stored row holds, in order; "final" is always in it."""
-        return tuple("final" if f == "final" else int(f) for f in self.stamp["features"])
+    def known(self, key: str) -> Tensor | None:
+        """The (T, F) features of a conversation, where the folder has them."""
+        return self.store.get(key) if self.store else None
 
-    def __contains__(self, key: str) -> bool:
-        with self._lock:
-            return key in self.pending or key in self.written
-
-    def get(self, key: str) -> Tensor | None:
-        """Returns the (T, F) features of a conversation, or None where they are unknown."""
-        from safetensors import safe_open
-
-        with self._lock:
-            if key in self.pending:
-                return self.pending[key]
-            path = self.written.get(key)
-            if path is None:
-                return None
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
-            tensor: Tensor = self._open[path].get_tensor(key)
-            return tensor
-
-    def put(self, key: str, features: Tensor) -> None:
-        """Remembers features; writes a shard when enough are pending."""
-        with self._lock:
-            if self.full:
-                return
-            self.pending[key] = features
-            if sum(t.nbytes for t in self.pending.values()) >= _SHARD_BYTES:
-                self._flush()
-
-    def flush(self) -> None:
-        """Writes what is pending, atomically; on a full disk it stops writing and says so."""
-        with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        if not self.pending:
-            return
-        name = hashlib.sha256(" ".join(sorted(self.pending)).encode()).hexdigest()[:16]
-        path = self.folder / f"shard-{name}.safetensors"
-        scratch = path.with_suffix(f".partial-{os.getpid()}")
-        size = sum(t.nbytes for t in self.pending.values())
-        try:
-            if shutil.disk_usage(self.folder).free < 4 * size:
-                raise OSError(f"less than {4 * size / 1e9:.1f} GB free")
-            save_file({k: t.contiguous() for k, t in self.pending.items()}, scratch)
-            os.replace(scratch, path)
-        except (OSError, RuntimeError) as error:
-            scratch.unlink(missing_ok=True)
-            self.full = True
-            self.pending.clear()
-            print(f"feature folder {self.folder}: {error}; training goes on without writing to it")
-            return
-        self.written.update(dict.fromkeys(self.pending, path))
-        self.pending.clear()
+    def keep(self, key: str, rows: Tensor) -> None:
+        """Puts features into the folder, where there is one."""
+        if self.store:
+            self.store.put(key, rows.cpu())
 
 
-def announce_room(store: FeatureStore, wanted: int) -> None:
-    """Says how large a folder becomes, before hours are spent on filling it.
+def features_ahead(
+    source: FeatureSource, texts: dict[str, Tensor], positions: int, accelerator: Any, apply: Apply
+) -> dict[str, Tensor]:
+    """Features of this process's conversations where the target is spread: all processes compute in step.
 
     Args:
-        store: the folder.
-        wanted: bytes of all features that it may come to hold.
-
-    Raises:
-        ValueError: if the disk has no room for what is missing.
+        source: where they come from.
+        texts: conversation key → (T,) int64 tokens.
+        positions: bound on what our own decoder takes through its layers together.
+        accelerator: knows the processes.
+        apply: see `decoder_features`.
     """
-    there = sum(path.stat().st_size for path in store.folder.glob("shard-*.safetensors"))
-    free, missing = shutil.disk_usage(store.folder).free, max(0, wanted - there)
-    sizes = f"up to {wanted / 1e9:.2f} GB, {there / 1e9:.2f} GB are there, {free / 1e9:.2f} GB are free"
-    if missing > free:
-        raise ValueError(
-            f"features in {store.folder}: {sizes}; name a folder on a larger disk, use fewer conversations "
-            "(limit_conversations), or leave features out"
-        )
-    if is_main_process():
-        print(f"features in {store.folder}: {sizes}", flush=True)
+    unknown = {key: tokens for key, tokens in texts.items() if not source.store or key not in source.store}
+    parts = _parts(unknown, positions if isinstance(source.target, Decoder) else 0)
+    found: dict[str, Tensor] = {}
+    (turns,) = largest(accelerator, len(parts))
+    for turn in range(turns):
+        part = parts[turn] if turn < len(parts) else []
+        rows = features_in_step(source.target, [unknown[key] for key in part], source.layout, apply)
+        found.update(zip(part, rows, strict=True))
+    for key, computed in found.items():
+        source.keep(key, computed)
+    return found
 
 
-def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
-    """Opens or starts a feature folder; it may know further data sets, and learns of new ones.
+def _parts(texts: dict[str, Tensor], positions: int) -> list[list[str]]:
+    """Splits conversations into groups of at most `positions` positions, or of one conversation."""
+    parts: list[list[str]] = []
+    room = 0
+    for key, tokens in texts.items():
+        if not parts or len(tokens) > room:
+            parts.append([])
+            room = positions
+        parts[-1].append(key)
+        room -= len(tokens)
+    return parts
 
-    Raises:
-        ValueError: if the folder was made for another target, data or features.
+
+def add_features(
+    source: FeatureSource, key: str, tokens: Tensor, mask: Tensor, *, step: int, ahead: dict[str, Tensor]
+) -> Example:
+    """Adds the features to a conversation, from `ahead` or the folder where they are known.
+
+    Args:
+        source: where they come from.
+        key: of the conversation.
+        tokens: (T,) int64.
+        mask: (T,) bool, the token is the assistant's.
+        step: optimiser step, which decides the noise.
+        ahead: features that were computed before.
     """
-    from safetensors import SafetensorError, safe_open
+    rows = ahead.get(key)
+    if rows is None:
+        rows = source.known(key)
+    if rows is None:
+        rows = compute_features(source.target, tokens, source.layout)
+        source.keep(key, rows)
+    rows = rows.to(source.target.device)
+    split = torch.split(rows, source.target.shape.hidden_size, dim=-1)
+    parts = dict(zip(source.layout, split, strict=True))
+    features = torch.cat([parts[f] for f in source.read], dim=-1)
+    if source.noise:
+        features = features + source.noise * _noise(f"{source.seed} {step} {key}", features)
+    return Example(tokens, mask, features, parts["final"])
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = _stamped(folder, stamp)
-    store = FeatureStore(folder, stamp)
-    for shard in sorted(folder.glob("shard-*.safetensors")):
-        try:
-            with safe_open(shard, framework="pt") as handle:
-                store.written.update(dict.fromkeys(handle.keys(), shard))
-        except SafetensorError as error:
-            raise ValueError(f"{shard} is damaged ({error}); delete it") from error
-    return store
 
-
-def _stamped(folder: Path, stamp: dict[str, Any]) -> dict[str, Any]:
-    """The stamp of a folder that serves a run with `stamp`, written where it was missing or grew."""
-    path = folder / "stamp.json"
-    if path.is_file():
-        found = json.loads(path.read_text())
-        if set(stamp["features"]) <= set(found.get("features", ())):
-            stamp = stamp | {"features": found["features"]}  # an EAGLE-3 folder serves EAGLE-1
-        known = found.get("data", {})
-        if all(known[name] == digest for name, digest in stamp["data"].items() if name in known):
-            stamp = stamp | {"data": dict(sorted((known | stamp["data"]).items()))}
-            found = found | {"data": stamp["data"]}
-        different = sorted(k for k in stamp.keys() | found.keys() if stamp.get(k) != found.get(k))
-        if different:
-            raise ValueError(
-                f"the features in {folder} were made with another {', '.join(different)}; name an empty folder, or "
-                "delete this one (new training sets go behind the old ones, whose features are then kept)"
-            )
-    scratch = path.with_suffix(f".partial-{os.getpid()}")  # another process may read it now
-    scratch.write_text(json.dumps(stamp, indent=2) + "\n")
-    os.replace(scratch, path)
-    return stamp
+def _noise(name: str, like: Tensor) -> Tensor:
+    """U(-1, 1), decided by a name: the same after a resume."""
+    digest = hashlib.sha256(name.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (torch.rand(like.shape, generator=generator) * 2 - 1).to(like)

@@ -1,13 +1,29 @@
-"""What the processes of one training run agree on."""
+"""The processes of one training run: what they agree on, and a frozen target spread over them.
+
+The target is what is large; the head is small and stays whole in every process. Each process
+keeps 1/n of every layer (FSDP2) and gathers one layer at a time, the next one meanwhile::
+
+    process 0   [L0 L1 L2 …]/2     L0 whole: all its conversations go through ─▶ L1 whole: … ─▶
+    process 1   [L0 L1 L2 …]/2     L0 whole: all its conversations go through ─▶ L1 whole: … ─▶
+
+So a layer is gathered once for however many conversations a process has, and processes with
+unequal shares, or with none, stay in step. Embedding, last norm and LM head stay whole: the
+head reads them at every position.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from aquiline.targets.loading import load_target
+from aquiline.targets.target import Target
 
 _OTHER_ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 
@@ -60,17 +76,6 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def refuse_several_processes(what: str) -> None:
-    """Refuses a launcher where processes would do the same work twice, into the same files.
-
-    Raises:
-        ValueError: if the launcher started more than one process.
-    """
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if processes > 1:
-        raise ValueError(f"{what} runs in one process, {processes} were started; start it without a launcher")
-
-
 def largest(accelerator: Any, *numbers: int) -> tuple[int, ...]:
     """The largest that any process gives of each number. All processes must call it."""
     if accelerator.num_processes == 1:
@@ -90,3 +95,109 @@ def take_from_main(accelerator: Any, tensors: Iterable[Tensor]) -> None:
         return
     for tensor in tensors:
         torch.distributed.broadcast(tensor, 0)
+
+
+def load_sharded(path: str | Path, dtype: torch.dtype, accelerator: Any) -> Target:
+    """Loads a target with its layers spread. All processes must call it.
+
+    The processes of a machine load in turns, so that its memory holds the whole target once at a
+    time and a device never does.
+
+    Args:
+        path: folder of the target.
+        dtype: of the weights.
+        accelerator: knows the processes and this one's device.
+
+    Raises:
+        ValueError: as `load_target`, and for a target that cannot be spread.
+    """
+    turn: int = accelerator.local_process_index
+    (last,) = largest(accelerator, turn)
+
+    def spread(model: nn.Module) -> None:
+        shard_layers(model, accelerator.device)
+        for _ in range(last - turn):
+            accelerator.wait_for_everyone()
+
+    for _ in range(turn):
+        accelerator.wait_for_everyone()
+    return load_target(path, dtype, place=spread)
+
+
+def shard_layers(model: nn.Module, device: torch.device) -> None:
+    """Keeps this process's part of every decoder layer on `device`, and the rest of the model whole.
+
+    Args:
+        model: our decoder or a transformers model, on the CPU.
+        device: of this process.
+
+    Raises:
+        ValueError: for quantised weights, and for a model without a list of layers.
+
+    Mutates: the model.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    name = type(model).__name__
+    if getattr(model.config, "quantization_config", None):
+        raise ValueError(f"{name} is quantised, and packed weights cannot be spread; leave shard_target out")
+    layers = _layer_list(model)
+    model.requires_grad_(False)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer.to(device), mesh=mesh, reshard_after_forward=True)
+    _move_rest(model, layers, device)
+
+
+def _layer_list(model: nn.Module) -> nn.ModuleList:
+    config: Any = model.config
+    count = getattr(config, "num_hidden_layers", None) or config.num_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers to spread; leave shard_target out")
+
+
+def _move_rest(module: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
+    for child in module.children():
+        if child is layers:
+            continue
+        if any(inner is layers for inner in child.modules()):
+            _move_rest(child, layers, device)
+        else:
+            child.to(device)
+
+
+def gathered(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Steps through layers, each whole at its turn while the next one is on its way.
+
+    All processes must step through the same layers. Layers that are not spread are always whole.
+
+    Args:
+        layers: of one target.
+    """
+    if not layers or not is_sharded(layers[0]):
+        for _ in layers:
+            yield
+        return
+    parts: list[Any] = list(layers)
+    handle = parts[0].unshard(async_op=True)
+    for i, part in enumerate(parts):
+        handle.wait()
+        if i + 1 < len(parts):
+            handle = parts[i + 1].unshard(async_op=True)
+        yield
+        part.reshard()
+
+
+def is_sharded(layer: nn.Module) -> bool:
+    """Whether a layer is spread over processes. Asked by name: FSDP's module is slow to import."""
+    return hasattr(layer, "unshard")
+
+
+@contextmanager
+def whole(layer: nn.Module) -> Iterator[None]:
+    """A layer's parameters can be read inside the block. All processes must enter it."""
+    for _ in gathered([layer]):
+        yield

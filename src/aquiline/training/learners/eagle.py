@@ -1,6 +1,6 @@
-"""One micro-batch through the unrolled draft network to a loss.
+"""EAGLE heads in training: a micro-batch through the unrolled draft network to a loss.
 
-Row t of step i predicts x[t+2+i] from the target's distribution at t+1+i. It counts where that
+Position t of step i predicts x[t+2+i] from the target's distribution at t+1+i. It counts where that
 predicted token is the assistant's (differs: the reference masks by the token of row t, which
 drops the answer's first tokens and runs past its end)::
 
@@ -15,45 +15,37 @@ costs a whole LM head; they are < 1 % at 8192 ids).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from aquiline.drafters.eagle_network import Eagle3Network, Network
+from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.drafters.eagle_network import DraftHead, Eagle3Network, EagleNetwork, Network
 from aquiline.targets.rope import RotaryTable
+from aquiline.targets.target import Feature, Target
+from aquiline.training.features import compute_features
+from aquiline.training.learners.eagle_start import fit_fusion
+from aquiline.training.learners.learner import RANKS, Acceptance, Example, Ranks, refresh
+from aquiline.training.learners.target_parts import embedding_table, read_out_rows
 from aquiline.training.learners.unroll import block_mask, unroll
 from aquiline.training.losses import distribution_loss, feature_loss, restricted_probs
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
-    """A conversation with its features.
-
-    Attributes:
-        tokens: (n,) int64.
-        mask: (n,) bool, the token is the assistant's.
-        features: (n, F) what the head reads.
-        final: (n, H) the target's "final" feature.
-    """
-
-    tokens: Tensor
-    mask: Tensor
-    features: Tensor
-    final: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """B padded or packed rows of T feature positions, unrolled for some steps.
+    """B padded or packed sequences of T feature positions, unrolled for some steps.
 
     Attributes:
         embedded: per step, (B, T, H) embeddings of x[t+1+i].
         features: (B, T, F).
         positions: (B, T) int64.
-        block_mask: (B, T, T) additive, or None for causal rows.
-        rows: per step, (N_i,) int64 flat rows that count.
+        block_mask: (B, T, T) additive, or None for causal attention.
+        counted: per step, (N_i,) int64 flat positions that count.
         wanted: per step, (N_i,) int64 index into `final` of what each should predict.
         final: (M, H) "final" features of the target positions u.
     """
@@ -62,24 +54,24 @@ class MicroBatch:
     features: Tensor
     positions: Tensor
     block_mask: Tensor | None
-    rows: tuple[Tensor, ...]
+    counted: tuple[Tensor, ...]
     wanted: tuple[Tensor, ...]
     final: Tensor
 
 
 def counts(masks: Sequence[Tensor], steps: int) -> list[int]:
-    """Rows that count in each step, over whole conversations."""
+    """Positions that count in each step, over whole conversations."""
     return [sum(int(mask[2 + step :].sum()) for mask in masks) for step in range(steps)]
 
 
 def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False) -> MicroBatch:
-    """Lays conversations out as rows.
+    """Lays conversations out side by side, or one after another.
 
     Args:
         examples: conversations of at least 2 tokens.
         embedding: (V, H) frozen embedding.
         steps: unrolled steps.
-        pack: put all into one row, with a block mask, instead of padding.
+        pack: put all into one sequence, with a block mask, instead of padding.
     """
     sizes = [len(example.tokens) - 1 for example in examples]
     width = sum(sizes) if pack else max(sizes)
@@ -89,7 +81,7 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
     features = examples[0].features.new_zeros(shape[0] * width, examples[0].features.shape[1])
     positions = torch.zeros(shape[0] * width, dtype=torch.int64, device=device)
     segments = torch.full_like(positions, -1)
-    rows: list[list[Tensor]] = [[] for _ in range(steps)]
+    counted: list[list[Tensor]] = [[] for _ in range(steps)]
     wanted: list[list[Tensor]] = [[] for _ in range(steps)]
     finals = []
     start = held = 0
@@ -105,7 +97,7 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
         finals.append(example.final[targets])
         for step in range(steps):
             order = (targets >= 1 + step).nonzero()[:, 0]
-            rows[step].append(targets[order] - 1 - step + start)
+            counted[step].append(targets[order] - 1 - step + start)
             wanted[step].append(order + held)
         held += len(targets)
         start += size if pack else width
@@ -114,7 +106,7 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
         features=features.view(*shape, -1),
         positions=positions.view(shape),
         block_mask=block_mask(segments.view(shape), features.dtype) if pack else None,
-        rows=tuple(torch.cat(r) for r in rows),
+        counted=tuple(torch.cat(c) for c in counted),
         wanted=tuple(torch.cat(w) for w in wanted),
         final=torch.cat(finals),
     )
@@ -136,30 +128,57 @@ class LossSettings:
     feature_weight: float = 0.0
 
 
-class Learner(nn.Module):
-    """The network being trained together with what its loss reads.
+@dataclass(eq=False)
+class EagleLearner:
+    """An EAGLE head in training; a `Learner`.
 
-    Args:
-        network: float32 master weights, or a replica in the compute dtype.
-        target_head: (Vd, H) rows of the target's LM head, in the compute dtype; not trained.
-        loss: what it is trained on.
+    Attributes:
+        head: with float32 master weights, or a replica in the compute dtype.
+        target: frozen.
+        target_head: (Vd, H) rows of its LM head, in the compute dtype.
+        embedding: (V, H) its embeddings.
+        rules: what the head is trained on.
+        steps: unrolled steps.
+        packs: put conversations into one sequence with a block mask.
         recompute: gradient checkpointing, see `unroll`.
+        fit_positions: positions for `fit`; 0 for none.
     """
 
-    def __init__(
-        self, network: Network, target_head: Tensor, loss: LossSettings | None = None, *, recompute: bool = False
-    ) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.network = network
-        self.loss = loss or LossSettings()
-        self._constants = (target_head,)  # in a tuple: not a parameter, not a buffer
-        self._rotary = RotaryTable(network.config.layer.rope, target_head.dtype, target_head.device)
+    head: DraftHead
+    target: Target
+    target_head: Tensor
+    embedding: Tensor
+    rules: LossSettings = LossSettings()
+    steps: int = 1
+    packs: bool = False
+    recompute: bool = False
+    fit_positions: int = 0
+
+    def __post_init__(self) -> None:
+        rope = self.head.config.layer.rope
+        self._rotary = RotaryTable(rope, self.target_head.dtype, self.target_head.device)
 
     @property
-    def target_head(self) -> Tensor:
-        """Rows of the target's LM head; its dtype is the compute dtype."""
-        return self._constants[0]
+    def network(self) -> Network:
+        return self.head.network
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        return self.head.config.features
+
+    @property
+    def depths(self) -> int:
+        return self.steps
+
+    @property
+    def fingerprint(self) -> str:
+        return self.head.target_fingerprint or ""
+
+    def counts(self, masks: Sequence[Tensor]) -> list[int]:
+        return counts(masks, self.steps)
+
+    def batch(self, examples: Sequence[Example]) -> MicroBatch:
+        return build_micro_batch(examples, self.embedding, self.steps, pack=self.packs)
 
     def streams(self, micro: MicroBatch) -> list[Tensor]:
         """Unrolls the network; per step (B, T, H)."""
@@ -175,63 +194,95 @@ class Learner(nn.Module):
         )
 
     def logits(self, stream: Tensor) -> Tensor:
-        """Logits of a stream over the draft vocabulary; EAGLE-1 reads through the target's head."""
+        """Logits of a stream over what the head drafts; EAGLE-1 reads through the target's whole LM head."""
         if isinstance(self.network, Eagle3Network):
             return self.network.logits(stream)
-        return stream @ self.target_head.t()
+        return stream @ self._whole_head.t()
 
-    def forward(self, micro: MicroBatch, scales: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of a micro-batch.
+    @cached_property
+    def _whole_head(self) -> Tensor:
+        return read_out_rows(self.target, None)
 
-        Args:
-            micro: the micro-batch.
-            scales: per step, the weight of each row that counts.
-
-        Returns:
-            Scalar loss; per step the summed loss of the distributions and the hits (both (steps,) float32).
-        """
-        probs, best_target = restricted_probs(micro.final, self.target_head)
+    def loss(self, batch: MicroBatch, scales: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+        probs, best_target = restricted_probs(batch.final, self.target_head)
         picked = [
-            stream.flatten(0, 1).index_select(0, rows)
-            for stream, rows in zip(self.streams(micro), micro.rows, strict=True)
+            stream.flatten(0, 1).index_select(0, positions)
+            for stream, positions in zip(self.streams(batch), batch.counted, strict=True)
         ]
-        hidden, index = torch.cat(picked), torch.cat(micro.wanted)
-        scale = torch.cat([torch.full((len(r),), s, device=r.device) for r, s in zip(micro.rows, scales, strict=True)])
+        hidden, index = torch.cat(picked), torch.cat(batch.wanted)
+        sizes = [len(positions) for positions in batch.counted]
+        scale = torch.cat([torch.full((n,), s, device=hidden.device) for n, s in zip(sizes, scales, strict=True)])
         weight, read_out = self.target_head, hidden
         if isinstance(self.network, Eagle3Network):
             weight, read_out = self.network.lm_head.weight, self.network.norm(hidden)
-        token, rows, best = distribution_loss(
-            read_out, weight, probs, index, scale * self.loss.token_weight, self.loss.rule
-        )
-        loss = token
-        if self.loss.feature_weight:
-            loss = loss + self.loss.feature_weight * feature_loss(read_out, micro.final[index], scale)
+        rules = self.rules
+        loss, losses, best = distribution_loss(read_out, weight, probs, index, scale * rules.token_weight, rules.rule)
+        if rules.feature_weight:
+            loss = loss + rules.feature_weight * feature_loss(read_out, batch.final[index], scale)
         hits = best == best_target[index]
-        sizes = [len(r) for r in micro.rows]
-        totals = torch.stack([part.sum() for part in torch.split(rows, sizes)])
+        totals = torch.stack([part.sum() for part in torch.split(losses, sizes)])
         right = torch.stack([part.sum() for part in torch.split(hits, sizes)])
         return loss, totals, right.float()
 
+    def replica(self) -> EagleLearner:
+        network = type(self.network)(self.network.config).to(self.target_head)
+        copy = dataclasses.replace(self, head=dataclasses.replace(self.head, network=network))
+        refresh(copy, self)
+        return copy
 
-def replicate(learner: Learner) -> Learner:
-    """A copy in the compute dtype, for one worker; `refresh` brings it up to date."""
-    network = type(learner.network)(learner.network.config).to(learner.target_head)
-    replica = Learner(network, learner.target_head, learner.loss, recompute=learner.recompute)
-    refresh(replica, learner)
-    return replica
+    def fit(self, examples: Iterable[Example]) -> str:
+        network, given = self.network, list(examples)
+        assert isinstance(network, EagleNetwork)
+        # Position 0 is left out: the first token's states are unlike all others.
+        tokens = torch.cat([e.tokens[2:] for e in given])
+        now, after = torch.cat([e.final[1:-1] for e in given]), torch.cat([e.final[2:] for e in given])
+        share = fit_fusion(network, self.target.embed(tokens), now, after)
+        return f"the fusing linear explains {share:.0%} of the next feature's variance"
+
+    def measure(self, tokens: Tensor, mask: Tensor) -> Ranks:
+        config, steps = self.head.config, max(5, self.steps + 1)
+        both = compute_features(self.target, tokens, tuple(dict.fromkeys((*config.features, "final"))))
+        width = config.target_hidden_size * len(config.features)
+        example = Example(tokens, mask, both[:, :width], both[:, -config.target_hidden_size :])
+        micro = build_micro_batch([example], self.embedding, steps)
+        best, confidence = self._best(micro)
+        truth = self.target.project(example.final).argmax(-1)
+        size = len(tokens) - 1
+        rank = torch.full((steps, size), RANKS, dtype=torch.int64, device=tokens.device)
+        valid = torch.zeros(steps, size, dtype=torch.bool, device=tokens.device)
+        greedy = torch.zeros_like(valid)
+        for i in range(min(steps, size - 1)):
+            held = size - 1 - i  # positions whose predicted token x[t+2+i] exists
+            wanted = truth[1 + i : 1 + i + held]
+            found = best[i, :held] == wanted[:, None]
+            rank[i, :held] = torch.where(found.any(-1), found.int().argmax(-1), RANKS)
+            valid[i, :held] = mask[2 + i :]
+            greedy[i, :held] = tokens[2 + i :] == wanted
+        return Ranks(rank, valid, greedy, confidence)
+
+    def _best(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Target ids of the best drafts (steps, T, RANKS), and the first step's confidence (T,)."""
+        best, confidence, vocabulary = [], torch.empty(0), self.head.draft_to_target
+        for i, stream in enumerate(self.streams(micro)):
+            logits = self.logits(stream[0]).float()
+            ids = logits.topk(min(RANKS, logits.shape[-1])).indices
+            if i == 0:
+                confidence = torch.softmax(logits, dim=-1).amax(-1)
+            best.append(ids if vocabulary is None else vocabulary.to(ids)[ids])
+        return torch.stack(best), confidence
+
+    def describe(self) -> str:
+        config = self.head.config
+        return (
+            f"Drafts {config.draft_vocab_size:,} of {config.vocab_size:,} tokens from the target features "
+            f"{', '.join(map(str, config.features))}. Layout: SafeAILab."
+        )
+
+    def save(self, folder: Path, measured: Acceptance | None) -> None:
+        write_head(folder, self.head)
 
 
-@torch.no_grad()
-def refresh(replica: Learner, learner: Learner) -> None:
-    """Copies the master weights into a replica."""
-    for mine, master in zip(replica.parameters(), learner.parameters(), strict=True):
-        mine.copy_(master)
-
-
-def gradients(
-    learner: Learner, micro: MicroBatch, scales: Sequence[float]
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Loss, statistics and the gradient of each parameter, in order; see `Learner.forward`."""
-    loss, totals, hits = learner(micro, scales)
-    grads = torch.autograd.grad(loss, list(learner.parameters()), materialize_grads=True)
-    return loss.detach(), totals, hits, list(grads)
+def learn_head(target: Target, head: DraftHead) -> EagleLearner:
+    """A replica of a finished head, to be measured; its loss is over what it drafts."""
+    rows = read_out_rows(target, head.draft_to_target)
+    return EagleLearner(head, target, rows, embedding_table(target)).replica()

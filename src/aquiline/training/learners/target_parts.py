@@ -7,16 +7,19 @@ embeddings, Cohere's and Granite's logit scale, quantised weights).
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aquiline.drafters.parallel import lm_head_rows
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig
 from aquiline.targets.target import Target
+from aquiline.training.data.dataset import TrainingSet
 
 
 @torch.no_grad()
@@ -87,3 +90,23 @@ def _theta(config: Any) -> float:
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+def draft_vocabulary(sets: Iterable[TrainingSet], size: int, vocab_size: int) -> Tensor:
+    """The most frequent assistant tokens, (size,) int64 in increasing order."""
+    counted: Counter[int] = Counter()
+    for data in sets:
+        for example in data:
+            counted.update(example.input_ids[example.loss_mask].tolist())
+    common = [token for token, _ in counted.most_common(size)]
+    if len(common) < size:  # little data: fill with the lowest ids, which are frequent pieces
+        known = set(common)
+        common += [t for t in range(vocab_size) if t not in known][: size - len(common)]
+    return torch.tensor(sorted(common), dtype=torch.int64)
+
+
+@torch.no_grad()
+def copy_parameters(source: nn.Module, into: nn.Module) -> None:
+    """Copies parameters one by one: a spread layer falls apart again when its state dict is asked for."""
+    for name, parameter in source.named_parameters():
+        into.get_parameter(name).copy_(parameter)

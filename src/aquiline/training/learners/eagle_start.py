@@ -1,12 +1,11 @@
-"""Where a draft head starts: from another head, or from the target's own last layer."""
+"""Where a new EAGLE head starts: at the target's own last layer, or at a least-squares fit."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aquiline.drafters.eagle_network import (
     DraftHead,
@@ -21,9 +20,9 @@ from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import DecoderLayer, decoder_layers
 from aquiline.targets.target import Feature, Target, eagle3_layers
 from aquiline.training.data.dataset import TrainingSet
-from aquiline.training.learners.target_parts import draft_layer, read_out_rows
+from aquiline.training.learners.target_parts import copy_parameters, draft_layer, draft_vocabulary, read_out_rows
+from aquiline.training.processes import whole
 from aquiline.training.settings import TrainSettings
-from aquiline.training.sharding import whole
 
 
 def new_head(
@@ -97,20 +96,14 @@ def _start_eagle3(network: Eagle3Network, target: Target, vocabulary: Tensor | N
 
 def _copy_layer(layer: Eagle3Layer, last: DecoderLayer, hidden: int) -> None:
     """The target's last layer; q, k and v read the feature half of the draft layer's input."""
-    _copy(last.self_attn.o_proj, layer.self_attn.o_proj)
+    copy_parameters(last.self_attn.o_proj, layer.self_attn.o_proj)
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(layer.self_attn, name).weight
         weight[:, :hidden].mul_(0.1)
         weight[:, hidden:] = getattr(last.self_attn, name).weight
-    _copy(last.mlp, layer.mlp)
-    _copy(last.input_layernorm, layer.hidden_norm)
-    _copy(last.post_attention_layernorm, layer.post_attention_layernorm)
-
-
-def _copy(source: nn.Module, into: nn.Module) -> None:
-    """Copies parameters one by one: a spread layer falls apart again when its state dict is asked for."""
-    for name, parameter in source.named_parameters():
-        into.get_parameter(name).copy_(parameter)
+    copy_parameters(last.mlp, layer.mlp)
+    copy_parameters(last.input_layernorm, layer.hidden_norm)
+    copy_parameters(last.post_attention_layernorm, layer.post_attention_layernorm)
 
 
 def _start_eagle(network: EagleNetwork) -> None:
@@ -149,16 +142,3 @@ def fit_fusion(network: EagleNetwork, embedded: Tensor, features: Tensor, wanted
     network.fc.weight.copy_(solution.t())
     left = (outputs - inputs @ solution).var(0).sum()
     return float(1 - left / outputs.var(0).sum())
-
-
-def draft_vocabulary(sets: Iterable[TrainingSet], size: int, vocab_size: int) -> Tensor:
-    """The most frequent assistant tokens, (size,) int64 in increasing order."""
-    counted: Counter[int] = Counter()
-    for data in sets:
-        for example in data:
-            counted.update(example.input_ids[example.loss_mask].tolist())
-    common = [token for token, _ in counted.most_common(size)]
-    if len(common) < size:  # little data: fill with the lowest ids, which are frequent pieces
-        known = set(common)
-        common += [t for t in range(vocab_size) if t not in known][: size - len(common)]
-    return torch.tensor(sorted(common), dtype=torch.int64)
