@@ -17,6 +17,7 @@ import aquiline
 from aquiline.checkpoints.open import read_head
 from aquiline.engine.text import encode_prompt
 from aquiline.targets.loading import load_target
+from aquiline.training.learners.eagle import learn_head
 from aquiline.training.validation import measure_acceptance
 
 
@@ -39,9 +40,10 @@ def main() -> None:
     target = load_target(plain.target_path, torch.bfloat16)
     for name in options.heads:
         head = read_head(name, target.shape)
-        found = measure_acceptance(target, head, texts, 5)
+        found = measure_acceptance(learn_head(target, head), texts)
         alphas = " ".join(f"{alpha:.3f}" for alpha in found.alphas)
-        print(f"{name}: n-α {alphas}, τ {found.tau_chain:.2f} (chain), {found.tau_tree:.2f} (tree), {found.rows} rows")
+        taus = f"τ {found.tau_chain:.2f} (chain), {found.tau_tree:.2f} (tree)"
+        print(f"{name}: n-α {alphas}, {taus}, {found.positions} positions")
 
 
 if __name__ == "__main__":

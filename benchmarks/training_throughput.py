@@ -26,9 +26,9 @@ import torch
 from aquiline.drafters.eagle_network import HeadConfig
 from aquiline.models.embedded import fetch_embedded
 from aquiline.targets.decoder import DecoderConfig
+from aquiline.training.loop import optimiser_step
+from aquiline.training.run import Run, keep_freed_memory, start_run
 from aquiline.training.settings import TrainSettings
-from aquiline.training.state import Run, keep_freed_memory, start_run
-from aquiline.training.step import optimiser_step
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -83,7 +83,7 @@ def measure(run: Run, rounds: int, *, cached: bool) -> dict[str, float]:
         counted += int(row.loss_mask[: run.settings.max_length].sum())
     mean_length = sum(n * n for n in lengths) / sum(lengths)  # that a position finds itself in
     share = counted / sum(lengths)
-    work = head_flops(run.head.config, run.settings.ttt_steps, mean_length, share)
+    work = head_flops(run.learner.head.config, run.settings.ttt_steps, mean_length, share)
     if not cached:
         work += target_flops(run.target.config, mean_length)
     rate, speed = statistics.median(rates), statistics.median(speeds)

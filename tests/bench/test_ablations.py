@@ -13,11 +13,12 @@ from aquiline.bench.methods import Bed, parse_method
 from aquiline.bench.recorder import Node
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.open import read_head
-from aquiline.drafters.eagle_network import EagleNetwork
+from aquiline.drafters.eagle_network import DraftHead, EagleNetwork
 from aquiline.drafters.trees import EAGLE1_PATHS, DynamicTree, parse_tree
 from aquiline.targets.loading import load_target
 from aquiline.training.features import compute_features
-from aquiline.training.learners.eagle import Example, Learner, build_micro_batch
+from aquiline.training.learners.eagle import EagleLearner, build_micro_batch
+from aquiline.training.learners.learner import Example
 from aquiline.training.settings import TrainSettings
 from benchmarks.findings.__main__ import main, trainer
 from benchmarks.findings.ablations import AblationSettings, run_ablations
@@ -227,9 +228,9 @@ def test_what_a_row_reads() -> None:
     for inputs, reads in expected.items():
         torch.manual_seed(0)
         network = {"shifted": EagleNetwork, **VARIANTS}[inputs](config).double()
-        learner = Learner(network, target.lm_head.weight)
+        learner = EagleLearner(DraftHead(network), target, target.lm_head.weight, target.embed_tokens.weight)
 
-        def stream(tokens: Tensor, final: Tensor, learner: Learner = learner) -> Tensor:
+        def stream(tokens: Tensor, final: Tensor, learner: EagleLearner = learner) -> Tensor:
             example = Example(tokens, torch.ones(len(tokens), dtype=torch.bool), final, final)
             micro = build_micro_batch([example], target.embed_tokens.weight, 1)
             with torch.no_grad():

@@ -8,8 +8,9 @@ import torch
 
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.training.features import compute_features
-from aquiline.training.learners.new_students import new_student
-from aquiline.training.learners.students import Student, lesson, student_loss
+from aquiline.training.learners.learner import Example
+from aquiline.training.learners.parallel import ParallelLearner, new_parallel
+from aquiline.training.learners.small import SmallLearner, new_small
 from aquiline.training.settings import TrainSettings
 from tests import tiny
 
@@ -27,25 +28,29 @@ def texts(count: int = 3) -> list[tuple[list[int], list[int]]]:
 
 
 @cache
-def student(kind: str, steps: int = 50, *, own_lm_head: bool = False, drafted: int = tiny.VOCAB) -> Student:
-    """A student trained in float64 on `texts`, by the package's own loss."""
+def student(
+    kind: str, steps: int = 50, *, own_lm_head: bool = False, drafted: int = tiny.VOCAB
+) -> ParallelLearner | SmallLearner:
+    """A learner trained in float64 on `texts`, by the package's own loss."""
     target = tiny.decoder("llama")
-    sizes: dict = (
-        {"num_layers": 4} if kind == "small-model" else {"num_heads": 3, "num_blocks": 2, "own_lm_head": own_lm_head}
-    )
-    settings = TrainSettings("", ("",), "", kind, seed=1, **sizes)
     head = target.lm_head.weight[:drafted]
-    result = new_student(settings, target, head).replica()
+    if kind == "small-model":
+        settings = TrainSettings("", ("",), "", kind, seed=1, num_layers=4)
+        result: ParallelLearner | SmallLearner = new_small(settings, target, head, "").replica()
+    else:
+        settings = TrainSettings("", ("",), "", kind, seed=1, num_heads=3, num_blocks=2, own_lm_head=own_lm_head)
+        vocabulary = None if drafted == tiny.VOCAB else torch.arange(drafted)
+        result = new_parallel(settings, target, head, vocabulary, "").replica()
     examples = []
     for prompt, answer in texts():
         tokens = torch.tensor(prompt + answer)
-        mask = torch.arange(len(tokens)) >= len(prompt)
-        examples.append((tokens, mask, compute_features(target, tokens, ("final",))))
-    given = lesson(examples)
+        final = compute_features(target, tokens, ("final",))
+        examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt), final, final))
+    batch = result.batch(examples)
     optimiser = torch.optim.Adam(result.network.parameters(), lr=0.01)
     for _ in range(steps):
         optimiser.zero_grad()
-        loss, _, _ = student_loss(result, given, head, [0.01] * result.depths, "kl")
+        loss, _, _ = result.loss(batch, [0.01] * result.depths)
         loss.backward()
         optimiser.step()
     result.network.eval().requires_grad_(False)

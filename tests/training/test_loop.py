@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,15 +17,20 @@ from torch import Tensor
 
 from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain
+from aquiline.engine.drafting import make_drafter
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.request import Engine, Request
+from aquiline.models.resolve import target_fingerprint
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
-from aquiline.training import state
+from aquiline.training import run as training_run
 from aquiline.training.data.dataset import open_training_set
 from aquiline.training.loop import TrainingDiverged, train
-from aquiline.training.settings import TrainSettings, settings_record
+from aquiline.training.settings import EAGLE, KINDS, PARALLEL, TrainSettings, settings_record
+from tests import tiny
+from tests.drafters.loop import assert_equal_to_plain
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
 
@@ -66,10 +68,13 @@ def wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes]) -> 
     raise AssertionError("the run did not get to the step")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_run_resumes_to_the_same_bits(base: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("kind", "number"), [("eagle3", signal.SIGKILL), *((kind, signal.SIGTERM) for kind in KINDS)])
+def test_a_killed_run_resumes_to_the_same_bits(base: Path, kind: str, number: signal.Signals) -> None:
     # Long enough to be caught in the middle: the kill comes from outside.
-    settings = tiny_settings(base, f"killed-{number.name}", total_positions=3000, save_minutes=0.0, feature_noise=0.01)
+    noise = {"feature_noise": 0.01} if kind in EAGLE else {}
+    settings = tiny_settings(
+        base, f"killed-{kind}-{number.name}", kind, total_positions=3000, save_minutes=0.0, **noise
+    )
     process = run_in_process(settings)
     output = Path(settings.output)
     wait_for_step(output, 3, process)
@@ -93,9 +98,13 @@ def test_feature_folder_gives_the_same_bits_as_features_online(base: Path) -> No
         train(other)
 
 
-def test_workers_do_not_change_the_result(base: Path) -> None:
-    train(tiny_settings(base, "workers", workers=3))
-    assert same(weights(base / "workers"), weights(base / "reference"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_workers_nor_a_feature_folder_change_the_result(base: Path, kind: str) -> None:
+    train(tiny_settings(base, f"{kind}-one", kind, total_positions=180))
+    kept = base / f"{kind}-kept"
+    train(tiny_settings(base, f"{kind}-three", kind, total_positions=180, workers=3, features=str(kept)))
+    assert list(kept.glob("shard-*"))
+    assert same(weights(base / f"{kind}-one"), weights(base / f"{kind}-three"))
 
 
 def test_packing_changes_no_more_than_rounding(base: Path) -> None:
@@ -104,38 +113,6 @@ def test_packing_changes_no_more_than_rounding(base: Path) -> None:
     packed, padded = metrics(base / "packed")[0], metrics(base / "padded")[0]
     assert packed["loss"] == pytest.approx(padded["loss"], rel=1e-4)
     assert packed["gradient_norm"] == pytest.approx(padded["gradient_norm"], rel=1e-3)
-
-
-def _process(rank: int, port: int, settings: TrainSettings) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    train(settings)
-
-
-def test_two_processes_equal_one(base: Path) -> None:
-    settings = tiny_settings(base, "two", muon_lr=0.0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_process, args=(r, port, settings)) for r in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(250)
-        assert process.exitcode == 0
-    train(dataclasses.replace(settings, output=str(base / "one")))
-    one, two = weights(base / "one"), weights(base / "two")
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
-    losses = [[r["loss"] for r in metrics(base / n) if "loss" in r] for n in ("one", "two")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base: Path) -> None:
@@ -163,28 +140,51 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state.torch, "save", no_room)
+    monkeypatch.setattr(training_run.torch, "save", no_room)
     train(settings, overwrite=True)
     assert (base / "full" / "checkpoint.pt").read_bytes() == before
     assert not list((base / "full").glob("*.partial*"))
     assert "No space left" in capsys.readouterr().out
 
 
-def test_decay_can_be_asked_for_by_a_file(base: Path) -> None:
-    output = base / "early"
+@pytest.mark.parametrize("kind", KINDS)
+def test_decay_can_be_asked_for_by_a_file(base: Path, kind: str) -> None:
+    output = base / f"early-{kind}"
     output.mkdir()
     (output / "decay").write_text("180")
-    report = train(tiny_settings(base, "early", total_positions=100_000))
+    report = train(tiny_settings(base, output.name, kind, total_positions=100_000))
     assert 180 <= report.positions < 300
     factors = [r["lr_factor"] for r in metrics(output) if "lr_factor" in r]
     assert factors[-1] < 0.2
 
 
-def test_a_finished_run_leaves_a_card_and_measures(base: Path) -> None:
-    card = (base / "reference" / "head" / "README.md").read_text()
-    last = metrics(base / "reference")[-1]
-    assert f"| {last['alpha'][0]:.3f} |" in card and "fingerprint" in card
-    assert len(last["alpha"]) == 5 and 1 <= last["tau_chain5"] <= 6
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_measured_meanwhile_and_leaves_a_card_and_a_drafter(base: Path, kind: str) -> None:
+    settings = tiny_settings(base, f"whole-{kind}", kind, validate_positions=200)
+    report = train(settings)
+    output = base / f"whole-{kind}"
+    measured = [record for record in metrics(output) if "alpha" in record]
+    assert len(measured) >= 3 and measured[0]["positions"] < report.positions
+    depths = 3 if kind in PARALLEL else 5
+    last, card = measured[-1], (output / "head" / "README.md").read_text()
+    assert len(last["alpha"]) == depths and 1 <= last["tau_chain5"] <= depths + 1
+    assert f"| {last['alpha'][0]:.3f} |" in card and f"τ chain of {depths}" in card
+    fingerprint = target_fingerprint(base / "target")
+    assert f"Target fingerprint: `{fingerprint}`" in card and f'"kind": "{kind}"' in card
+    target = load_target(base / "target", torch.float32)
+    drafter, name = make_drafter(str(output / "head"), None, target, base / "target")
+    assert drafter is not None and kind.replace("-", " ") in name.replace("-", " ")
+    assert_equal_to_plain(target, drafter, tiny.prompts(3, seed=8), SamplingParams())
+    if isinstance(drafter, ParallelDrafter):  # the measured ranks decide the default tree
+        assert len(drafter.heads.config.accuracies) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls(base: Path, kind: str) -> None:
+    more = {"regress_positions": 0} if kind in PARALLEL else {}
+    train(tiny_settings(base, f"falls-{kind}", kind, total_positions=1500, lr=0.01, draft_vocab_size=97, **more))
+    losses = [record["loss"] for record in metrics(base / f"falls-{kind}") if "loss" in record]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
 def engine_acceptance(folder: Path) -> tuple[list[int], list[int]]:
@@ -219,7 +219,7 @@ def test_overfitting_reaches_every_depth(base: Path, tmp_path: Path, kind: str) 
     settings = tiny_settings(
         tmp_path,
         "run",
-        kind=kind,
+        kind,
         draft_vocab_size=97,
         batch_positions=70,
         micro_positions=140,

@@ -24,11 +24,9 @@ from aquiline.targets.loading import load_target
 from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.features import decoder_features
-from aquiline.training.heads_training import train_heads
 from aquiline.training.loop import train
-from aquiline.training.processes import shards_target, start_processes
-from aquiline.training.settings import TrainSettings
-from aquiline.training.sharding import load_sharded, whole
+from aquiline.training.processes import load_sharded, shards_target, start_processes, whole
+from aquiline.training.settings import KINDS, TrainSettings
 from tests.targets import hf_models
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
@@ -117,26 +115,26 @@ def test_each_process_holds_half_of_every_layer(base: Path, tmp_path: Path) -> N
         assert first + second == all_of_it and max(first, second) < 0.6 * all_of_it
 
 
-def test_a_spread_target_trains_the_same_eagle_head(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_the_same_head_with_the_target_whole_or_spread(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
     # 7 conversations in batches of about 3: the processes never have equally many.
+    folder = str(tmp_path / "features")
     settings = tiny_settings(
-        base,
-        "spread-eagle",
-        kind="eagle",
-        muon_lr=0.0,
-        shard_target=True,
-        features=str(tmp_path / "features"),
-        validate_positions=200,
+        base, f"two-{kind}", kind, muon_lr=0.0, features=folder, validate_positions=200, total_positions=360
     )
-    with two(train, settings):
+    with two(_train_whole_and_spread, settings):
         pass
     assert list((tmp_path / "features").glob("shard-*"))
     assert_like_one_process(settings)
+    one, other = weights(base / f"two-{kind}"), weights(base / f"two-{kind}-spread")
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def _train_whole_and_spread(settings: TrainSettings) -> None:
     train(settings)
-    train(dataclasses.replace(settings, output=settings.output + "-spread", shard_target=True))
+    train(dataclasses.replace(settings, output=settings.output + "-spread", shard_target=True, features=None))
 
 
 def test_spreading_changes_no_bit_of_what_two_processes_train(base: Path) -> None:
@@ -181,8 +179,8 @@ def test_accelerates_own_switch_spreads_the_target(base: Path) -> None:
 def _train_spread(settings: TrainSettings) -> None:
     start, seen = trainer.start_run, []
 
-    def watched(given: TrainSettings) -> Any:
-        seen.append(start(given))
+    def watched(*given: Any) -> Any:
+        seen.append(start(*given))
         return seen[0]
 
     trainer.start_run = watched
@@ -223,13 +221,6 @@ def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=r"configured for DeepSpeed.*torchrun"):
         start_processes()
-
-
-def test_heads_of_one_process_refuse_several(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    settings = TrainSettings(str(base / "target"), (str(base / "set"),), str(base / "medusa"), "medusa")
-    with pytest.raises(ValueError, match="training of medusa runs in one process, 2 were started"):
-        train_heads(settings)
 
 
 def test_a_decay_file_that_is_no_number_is_ignored(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,8 @@ from aquiline.checkpoints.open import read_head
 from aquiline.engine.request import GenerationOutput
 from aquiline.targets.loading import load_target
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set
-from aquiline.training.learners.initial import new_head
+from aquiline.training.learners.eagle import learn_head
+from aquiline.training.learners.eagle_start import new_head
 from aquiline.training.loop import train
 from aquiline.training.settings import TrainSettings
 from aquiline.training.validation import measure_acceptance
@@ -59,7 +60,7 @@ def first_acceptance(settings: TrainSettings, head: Path | None) -> float:
     conversations = [
         (torch.from_numpy(row.input_ids.copy()).long(), torch.from_numpy(row.loss_mask.copy())) for row in held_out
     ]
-    return measure_acceptance(target, drafts, conversations, 5).alphas[0]
+    return measure_acceptance(learn_head(target, drafts), conversations).alphas[0]
 
 
 @pytest.mark.timeout(900)

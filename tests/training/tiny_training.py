@@ -56,14 +56,24 @@ def write_set(folder: Path, conversations: int, length: int, seed: int = 0) -> P
     return folder
 
 
-def tiny_settings(base: Path, output: str, **changes: Any) -> TrainSettings:
+SIZES: dict[str, dict[str, Any]] = {
+    "eagle3": {"ttt_steps": 3},
+    "eagle": {"ttt_steps": 3, "feature_weight": 0.5},
+    "medusa": {"num_heads": 3, "regress_positions": 60},
+    "hydra": {"num_heads": 3, "regress_positions": 60},
+    "small-model": {"num_layers": 4},
+}
+"""Settings that only some kinds have."""
+
+
+def tiny_settings(base: Path, output: str, kind: str = "eagle3", **changes: Any) -> TrainSettings:
     """A run of 8 steps on `base` / "target" and `base` / "set"."""
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = SIZES[kind] | {
+        "kind": kind,
         "target": str(base / "target"),
         "data": (str(base / "set"),),
         "output": str(base / output),
         "draft_vocab_size": 60,
-        "ttt_steps": 3,
         "max_length": 64,
         "batch_positions": 60,
         "micro_positions": 40,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from aquiline.models.files import write_text
 from aquiline.training.learners.learner import Acceptance
 from aquiline.training.run import Run
 from aquiline.training.settings import settings_record
@@ -32,7 +33,7 @@ def write_card(run: Run) -> Path:
     sections = [_title(run), _quality(run.measured)]
     sections += [_calibration(run.measured)] if run.measured else []
     sections.append(_recipe(run))
-    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    write_text(path, "\n\n".join(sections) + "\n")
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aquiline.models.files import replacing, write_text
 from aquiline.targets.target import Feature
 from aquiline.training.processes import is_main_process
 
@@ -98,25 +98,23 @@ class FeatureStore:
             return
         name = hashlib.sha256(" ".join(sorted(self.pending)).encode()).hexdigest()[:16]
         path = self.folder / f"shard-{name}.safetensors"
-        scratch = path.with_suffix(f".partial-{os.getpid()}")
         size = sum(t.nbytes for t in self.pending.values())
         try:
             if shutil.disk_usage(self.folder).free < 4 * size:
                 raise OSError(f"less than {4 * size / 1e9:.1f} GB free")
-            save_file({k: t.contiguous() for k, t in self.pending.items()}, scratch)
-            os.replace(scratch, path)
+            with replacing(path) as scratch:
+                save_file({k: t.contiguous() for k, t in self.pending.items()}, scratch)
         except (OSError, RuntimeError) as error:
-            scratch.unlink(missing_ok=True)
             self.full = True
             self.pending.clear()
-            print(f"feature folder {self.folder}: {error}; training goes on without writing to it")
+            print(f"feature folder {self.folder}: {error}; training continues without writing to it")
             return
         self.written.update(dict.fromkeys(self.pending, path))
         self.pending.clear()
 
 
 def announce_room(store: FeatureStore, wanted: int) -> None:
-    """Says how large a folder becomes, before hours are spent on filling it.
+    """Prints how large a folder becomes, before hours are spent on filling it.
 
     Args:
         store: the folder.
@@ -138,7 +136,7 @@ def announce_room(store: FeatureStore, wanted: int) -> None:
 
 
 def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
-    """Opens or starts a feature folder; it may know further data sets, and learns of new ones.
+    """Opens or starts a feature folder; extra data sets are allowed; new ones are added.
 
     Raises:
         ValueError: if the folder was made for another target, data or features.
@@ -173,9 +171,7 @@ def _stamped(folder: Path, stamp: dict[str, Any]) -> dict[str, Any]:
         if different:
             raise ValueError(
                 f"the features in {folder} were made with another {', '.join(different)}; name an empty folder, or "
-                "delete this one (new training sets go behind the old ones, whose features are then kept)"
+                "delete this one (name new training sets after the old ones, whose features are then kept)"
             )
-    scratch = path.with_suffix(f".partial-{os.getpid()}")  # another process may read it now
-    scratch.write_text(json.dumps(stamp, indent=2) + "\n")
-    os.replace(scratch, path)
+    write_text(path, json.dumps(stamp, indent=2) + "\n")  # whole at any time: another process may read it now
     return stamp

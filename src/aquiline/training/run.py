@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.open import read_head
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, Network, build_network
+from aquiline.models.files import replacing
 from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
@@ -273,13 +274,11 @@ def save(run: Run) -> bool:
         "progress": [run.step, run.seen, run.decay_from, run.decay_to],
         "peak": run.peak,
     }
-    scratch = run.output / f"checkpoint.partial-{os.getpid()}"
     try:
-        torch.save(state, scratch)
-        os.replace(scratch, run.output / "checkpoint.pt")
+        with replacing(run.output / "checkpoint.pt") as scratch:
+            torch.save(state, scratch)
         run.learner.save(run.output / "head", next(iter(run.measured.values()), None))
     except (OSError, RuntimeError) as error:
-        scratch.unlink(missing_ok=True)
         print(f"could not save in {run.output}: {error}; the previous checkpoint is untouched")
         return False
     return True

@@ -73,7 +73,7 @@ def _check_tokenizer(target: Path, sets: Sequence[TrainingSet]) -> None:
 
 
 def check_sets(sets: RunSets, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuses to go on in other data than a checkpoint was made with.
+    """Rejects a resume if the training data changed.
 
     Args:
         sets: of the run now.
@@ -81,15 +81,15 @@ def check_sets(sets: RunSets, checkpoint: Mapping[str, Any], path: Path) -> None
         path: of the checkpoint.
 
     Raises:
-        ValueError: naming the sets that were prepared anew in the meantime.
+        ValueError: naming the sets that were prepared again in the meantime.
     """
     before = checkpoint.get("sets", sets.fingerprints)
     pairs = zip(sets.train, sets.fingerprints, before, strict=True)
     changed = [str(part.path) for part, now, then in pairs if now != then]
     if changed:
         raise ValueError(
-            f"{', '.join(changed)} was prepared anew since {path} was written, and its place in the data means nothing "
-            "there; put the set back, or start anew in another folder (`init` takes over the weights)"
+            f"{', '.join(changed)} was prepared again since {path} was written, and its place in the data is "
+            "meaningless there; put the set back, or start over in another folder"
         )
 
 
@@ -126,7 +126,7 @@ class Mixture:
         self.weights, self.drawn = list(weights), [0] * len(self.sets)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on exactly here."""
+        """What a checkpoint needs to continue exactly here."""
         return {
             "cursors": list(self.cursors),
             "drawn": list(self.drawn),
@@ -134,7 +134,7 @@ class Mixture:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Continues where `state` was taken."""
         self.cursors, self.drawn = list(state["cursors"]), list(state["drawn"])
         self.weights = list(state["weights"])
 

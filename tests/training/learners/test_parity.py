@@ -15,9 +15,9 @@ from aquiline.drafters.eagle_network import Eagle3Network
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.targets.loading import load_target
 from aquiline.training.features import compute_features
-from aquiline.training.learners.eagle import Example, Learner, LossSettings, build_micro_batch
+from aquiline.training.learners.eagle import EagleLearner, LossSettings, build_micro_batch
+from aquiline.training.learners.learner import Example
 from aquiline.training.loop import train
-from aquiline.training.settings import TrainSettings
 from tests import tiny
 from tests.drafters.loop import extend, rows_of
 from tests.training.tiny_training import tiny_settings, write_set, write_target
@@ -34,7 +34,7 @@ def trained_view(tokens: list[int], row: int, steps: int, *, pack: bool) -> list
     other = Example(ids.flip(0)[:5], example.mask[:5], final[:5], final[:5])
     embedding = target.embed_tokens.weight
     micro = build_micro_batch([other, example], embedding, steps, pack=pack)
-    learner = Learner(head.network, target.lm_head.weight)
+    learner = EagleLearner(head, target, target.lm_head.weight, embedding)
     with torch.no_grad():
         streams = learner.streams(micro)
         rows = [s[0, 4 + row] if pack else s[1, row] for s in streams]
@@ -88,26 +88,23 @@ def test_the_feature_loss_of_eagle3_is_on_the_normed_stream() -> None:
     ids = torch.tensor(tiny.prompts(3, seed=2)[2])
     both = compute_features(target, ids, (*head.config.features, "final"))
     example = Example(ids, torch.ones(len(ids), dtype=torch.bool), both[:, :-48], both[:, -48:])
-    micro = build_micro_batch([example], target.embed_tokens.weight, 2)
+    embedding = target.embed_tokens.weight
+    micro = build_micro_batch([example], embedding, 2)
     rows = target.lm_head.weight[::2]
     scales = [0.5, 0.25]
     with torch.no_grad():
         plain, featured = (
-            Learner(head.network, rows, LossSettings(feature_weight=weight))(micro, scales)[0] for weight in (0.0, 2.0)
+            EagleLearner(head, target, rows, embedding, LossSettings(feature_weight=weight)).loss(micro, scales)[0]
+            for weight in (0.0, 2.0)
         )
         network = head.network
         assert isinstance(network, Eagle3Network)
         expected = 0.0
         for stream, at, wanted, scale in zip(
-            Learner(network, rows).streams(micro), micro.rows, micro.wanted, scales, strict=True
+            EagleLearner(head, target, rows, embedding).streams(micro), micro.counted, micro.wanted, scales, strict=True
         ):
             difference = network.norm(stream[0, at]) - micro.final[wanted]
             small = difference.abs() < 1
             errors = torch.where(small, 0.5 * difference**2, difference.abs() - 0.5)
             expected += scale * float(errors.mean(-1).sum())
     assert float(featured - plain) == pytest.approx(2 * expected, rel=1e-9)
-
-
-def test_layers_have_no_effect_on_eagle1() -> None:
-    with pytest.raises(ValueError, match=r"layers \(3,\).*final feature"):
-        TrainSettings(target="t", data=("d",), output="o", kind="eagle", layers=(3,))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aquiline.models.files import filling
 from aquiline.targets.decoder import Decoder, DecoderConfig, config_from_hf
 from aquiline.targets.layers import DecoderLayer, RMSNorm, decoder_layers
 from aquiline.targets.target import Feature
@@ -125,7 +124,6 @@ class SmallLearner:
     def save(self, folder: Path, measured: Acceptance | None) -> None:
         from safetensors.torch import save_file
 
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": t for name, t in self.network.state_dict().items()}
         tensors["model.embed_tokens.weight"] = self.target.embed_tokens.weight
         if not self.target.config.tied:
@@ -133,14 +131,12 @@ class SmallLearner:
         tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in tensors.items()}
         config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         config = small_model_json(config, self.network.config) | {"aquiline_target_fingerprint": self.fingerprint}
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            save_file(tensors, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
-            (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        with filling(folder) as scratch:
+            save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+            (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for name in _TOKENIZER_FILES:
                 if (self.source / name).is_file():
-                    shutil.copy(self.source / name, Path(scratch) / name)
-            for path in Path(scratch).iterdir():
-                os.replace(path, folder / path.name)
+                    shutil.copy(self.source / name, scratch / name)
 
 
 def new_small(settings: TrainSettings, target: Decoder, target_head: Tensor, fingerprint: str) -> SmallLearner:

@@ -1,4 +1,4 @@
-"""What a training refuses before it computes, and what it says: the mistakes of a first day."""
+"""How a run starts, and what it refuses before it computes: the mistakes of a first day."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from aquiline.cli import main
-from aquiline.training import features
+from aquiline.training import feature_folder
 from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import SplitCounts, SplitWriter, open_training_set
-from aquiline.training.heads_training import train_heads
-from aquiline.training.loop import train
-from aquiline.training.run_sets import open_sets
-from aquiline.training.settings import TrainSettings
-from aquiline.training.state import positions_to_keep
-from aquiline.training.step import StepReport, TrainingDiverged
+from aquiline.training.loop import TrainingDiverged, train
+from aquiline.training.metrics import StepReport
+from aquiline.training.run import positions_to_keep
+from aquiline.training.settings import KINDS, TrainSettings
+from aquiline.training.stream import open_sets
 from tests.training.tiny_training import tiny_settings, write_set, write_target
 
 
@@ -51,33 +50,6 @@ def with_empty(base: Path, folder: Path, split: str) -> Path:
     return folder
 
 
-def heads(base: Path, output: str, **changes: Any) -> TrainSettings:
-    values: dict[str, Any] = {"kind": "medusa", "num_heads": 2, "draft_vocab_size": 60, "max_length": 64}
-    values |= {"batch_positions": 60, "total_positions": 100, "workers": 1, "dtype": "float32", "regress_positions": 0}
-    values |= {"target": str(base / "target"), "data": (str(base / "set"),), "output": str(base / output)}
-    return TrainSettings(**(values | changes))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"log_steps": 0}, r"log_steps is 0; allowed: ≥ 1"),
-        ({"draft_vocab_size": 0}, r"draft_vocab_size is 0; allowed: ≥ 1"),
-        ({"workers": -1}, r"workers is -1; allowed: ≥ 0"),
-        ({"lr": math.nan}, r"lr is nan; allowed: > 0"),
-        ({"clip": 0.0}, r"clip is 0.0; allowed: > 0"),
-        ({"decay_share": 1.5}, r"decay_share is 1.5; allowed: 0 … 1"),
-        ({"save_minutes": -1.0}, r"save_minutes is -1.0; allowed: ≥ 0"),
-        ({"limit_conversations": (1, 2)}, r"limit_conversations \(1, 2\) must give a number ≥ 0 for each of 1"),
-    ],
-)
-def test_numbers_out_of_range_are_named(base: Path, change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run(base, "x", **change)
-    with pytest.raises(ValueError, match=words):
-        heads(base, "x", **change)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -89,11 +61,10 @@ def test_numbers_out_of_range_are_named(base: Path, change: dict[str, Any], word
 def test_what_does_not_fit_the_target_shows_before_the_first_step(
     base: Path, change: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
-        train(run(base, "unfit", **change))
-    if "layers" not in change:
+    kinds = KINDS if "layers" not in change else ("eagle3",)
+    for kind in kinds:
         with pytest.raises(ValueError, match=words):
-            train_heads(heads(base, "unfit", **change))
+            train(run(base, "unfit", kind=kind, **change))
 
 
 def test_a_set_for_another_tokenizer_is_refused(base: Path, tmp_path: Path, smollm2_folder: Path) -> None:
@@ -114,9 +85,7 @@ def test_an_empty_validation_split_is_said_first_and_does_not_cost_the_head(
     said = capsys.readouterr().out
     assert report.stopped == "finished" and report.acceptance == {}
     assert said.index("no conversation for validation") < said.index("step 1")
-    assert "not measured" in (base / "unmeasured" / "head" / "README.md").read_text()
-    train_heads(heads(base, "unmeasured-medusa", data=(data,)))
-    assert "no conversation for validation" in capsys.readouterr().out
+    assert "Not measured" in (base / "unmeasured" / "head" / "README.md").read_text()
 
 
 def test_an_empty_training_split_is_refused(base: Path, tmp_path: Path) -> None:
@@ -126,29 +95,43 @@ def test_an_empty_training_split_is_refused(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_lies_there_is_not_written_over(base: Path) -> None:
-    for start, settings in ((train, run(base, "there")), (train_heads, heads(base, "there-medusa"))):
-        start(settings)  # type: ignore[operator]
-        output = Path(settings.output)
-        before = (output / "checkpoint.pt").read_bytes()
-        with pytest.raises(ValueError, match=r"holds the checkpoint of a run; .*--resume.*--overwrite"):
-            start(settings)  # type: ignore[operator]
-        assert (output / "checkpoint.pt").read_bytes() == before
-        lines = (output / "metrics.jsonl").read_text()
-        start(settings, overwrite=True)  # type: ignore[operator]
-        assert len((output / "metrics.jsonl").read_text().splitlines()) == len(lines.splitlines())
+    settings = run(base, "there")
+    train(settings)
+    before = (base / "there" / "checkpoint.pt").read_bytes()
+    with pytest.raises(ValueError, match=r"there holds the checkpoint of a run; .*--resume.*--overwrite"):
+        train(settings)
+    assert (base / "there" / "checkpoint.pt").read_bytes() == before
+    lines = (base / "there" / "metrics.jsonl").read_text()
+    train(settings, overwrite=True)
+    assert len((base / "there" / "metrics.jsonl").read_text().splitlines()) == len(lines.splitlines())
 
 
-def test_a_resume_in_data_that_was_prepared_anew_is_refused(base: Path, tmp_path: Path) -> None:
+def test_a_resume_in_data_that_was_prepared_again_is_refused(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base / "set", tmp_path / "set")
-    data = (str(tmp_path / "set"),)
-    one, other = run(base, "changed", data=data), heads(base, "changed-medusa", data=data)
-    train(one)
-    train_heads(other)
+    settings = run(base, "changed", data=(str(tmp_path / "set"),))
+    train(settings)
     shutil.rmtree(tmp_path / "set")
     write_set(tmp_path / "set", conversations=4, length=18, seed=1)
-    for start, settings in ((train, one), (train_heads, other)):
-        with pytest.raises(ValueError, match="was prepared anew since"):
-            start(settings, resume=True)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"set was prepared again since .*put the set back"):
+        train(settings, resume=True)
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(base: Path) -> None:
+    """Checkpoints of Medusa, Hydra and small models held two numbers of progress and no decay."""
+    settings = run(base, "older", kind="medusa")
+    train(settings)
+    path = base / "older" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    del state["peak"]
+    torch.save(state | {"progress": state["progress"][:2]}, path)
+    with pytest.raises(ValueError, match=r"older version.*start over in another folder"):
+        train(settings, resume=True)
+
+
+def test_a_head_of_another_kind_is_no_start(base: Path) -> None:
+    train(run(base, "first"))
+    with pytest.raises(ValueError, match=r"eagle3 head.*say kind eagle3"):
+        train(run(base, "second", kind="eagle", init=str(base / "first" / "head")))
 
 
 def test_a_feature_folder_is_announced_and_must_have_room(
@@ -159,7 +142,7 @@ def test_a_feature_folder_is_announced_and_must_have_room(
     assert "features in" in capsys.readouterr().out
     data = [open_training_set(base / "set")]
     assert positions_to_keep(data, settings) == min(int(data[0].lengths.sum()), 100 + 60 + 64)
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    monkeypatch.setattr(feature_folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     train(settings, resume=True)  # all of it is there
     with pytest.raises(ValueError, match=r"0.00 GB are free; name a folder on a larger disk"):
         train(run(base, "kept-2", features=str(base / "kept-features-2")))
@@ -177,14 +160,16 @@ def test_a_resume_may_change_what_moves_no_bit(base: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_diverged_run_says_what_can_be_done(base: Path, saved: bool) -> None:
-    for start, settings in ((train, run(base, f"nan-{saved}")), (train_heads, heads(base, f"nan-{saved}-medusa"))):
-        if saved:
-            start(settings)  # type: ignore[operator]
-        wild = dataclasses.replace(settings, lr=math.inf, muon_lr=0.0)
-        words = r"checkpoint is good: begin in another folder .*--init .*head" if saved else "Nothing was saved yet"
-        with pytest.raises(TrainingDiverged, match=words):
-            start(wild, overwrite=True)  # type: ignore[operator]
+@pytest.mark.parametrize("kind", ["eagle3", "hydra"])
+def test_a_diverged_run_says_what_can_be_done(base: Path, kind: str, saved: bool) -> None:
+    more = {"regress_positions": 0} if kind == "hydra" else {}
+    settings = run(base, f"nan-{kind}-{saved}", kind=kind, **more)
+    if saved:
+        train(settings)
+    start = "--init .*head" if kind == "eagle3" else "another folder with a lower"
+    words = f"checkpoint is good: .*{start}.*--lr" if saved else "Nothing was saved yet.*--lr"
+    with pytest.raises(TrainingDiverged, match=words):
+        train(dataclasses.replace(settings, lr=math.inf, muon_lr=0.0), overwrite=True)
 
 
 def test_a_signal_is_no_success(
