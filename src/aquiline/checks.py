@@ -89,6 +89,7 @@ class Meaning:
         shown: the default in words, where the value does not say it.
         only: kinds of run that it has an effect on; empty: all.
         by_kind: kind of run → default that takes the place of None.
+        flag: name of its option, where that differs from the field's.
     """
 
     text: str
@@ -98,6 +99,7 @@ class Meaning:
     shown: str = ""
     only: tuple[str, ...] = ()
     by_kind: Mapping[str, Any] = field(default_factory=dict)
+    flag: str = ""
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aquiline.checks import explanation, meanings
 from aquiline.training.settings import KINDS, TrainSettings, changed_settings, settings_of, settings_record
 
 
@@ -73,3 +75,20 @@ def test_a_record_holds_what_has_an_effect(kind: str) -> None:
     assert set(record) == settings_of(kind)
     assert changed_settings(settings(kind, workers=3, output="p"), record) == []
     assert changed_settings(settings(kind, lr=0.5), record) == ["lr: 0.001 → 0.5"]
+
+
+def table() -> str:
+    """The settings as docs/training.md lists them."""
+    lines = ["| setting | what it does | methods |", "|---|---|---|"]
+    for name, (each, meaning) in meanings(TrainSettings).items():
+        if name not in ("target", "data", "output", "kind"):
+            choices = f"{', '.join(f'`{choice}`' for choice in meaning.choices)}: " if meaning.choices else ""
+            methods = ", ".join(meaning.only) or "all"
+            lines.append(f"| `--{name.replace('_', '-')}` | {choices}{explanation(each, meaning)} | {methods} |")
+    return "\n".join(lines)
+
+
+def test_the_guide_lists_every_setting_as_the_fields_have_it() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    printed = guide.partition("<!-- settings -->")[2].partition("<!-- /settings -->")[0].strip()
+    assert printed == table(), f"put this between the marks in docs/training.md:\n{table()}"

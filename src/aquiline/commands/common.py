@@ -55,7 +55,7 @@ def add_setting_options(group: Any, settings: type[Any], names: Collection[str])
     for name, (each, meaning) in meanings(settings).items():
         if name not in names:
             continue
-        flag, text = f"--{name.replace('_', '-')}", explanation(each, meaning).replace("%", "%%")
+        flag, text = f"--{(meaning.flag or name).replace('_', '-')}", explanation(each, meaning).replace("%", "%%")
         kind, repeated = _kind(hints[name])
         if kind is bool:
             group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)

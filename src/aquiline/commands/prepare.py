@@ -11,23 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from aquiline.commands.common import add_setting_options, given_settings
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
+    from aquiline.checks import meanings
+    from aquiline.training.settings import PrepareSettings
+
     parser.add_argument("sources", nargs="+", help="ShareGPT JSON, messages JSONL(.gz), Parquet, Arrow, dataset names")
     parser.add_argument("--output", required=True, help="folder of the training set; a .jsonl file with --regenerate")
     parser.add_argument("--target", default="smollm2", help="whose tokenizer and template (default: smollm2)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the tokenizer's own")
-    parser.add_argument("--max-length", type=int, default=1024, help="longest conversation in tokens (default: 1024)")
-    parser.add_argument(
-        "--overlong",
-        choices=("truncate", "drop"),
-        default="truncate",
-        help="what to do with longer conversations (default: truncate)",
-    )
-    parser.add_argument("--validation", type=float, default=0.02, help="share of prompts held out (default: 0.02)")
-    parser.add_argument("--limit", type=int, help="stop after so many conversations")
-    parser.add_argument("--strict", action="store_true", help="stop at the first record that cannot be used")
+    add_setting_options(parser, PrepareSettings, set(meanings(PrepareSettings)))
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--json", action="store_true", help="machine-readable report")
     group = parser.add_argument_group("regeneration")
@@ -35,17 +31,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--endpoint", metavar="URL", help="ask this OpenAI-compatible server instead of the local engine"
     )
-    group.add_argument("--model", default="smollm2", help="the served model's name (with --endpoint)")
-    group.add_argument("--in-flight", type=int, default=32, help="requests at the same time (with --endpoint)")
-    group.add_argument("--rows", type=int, default=64, help="conversations answered together (local engine)")
+    group.add_argument("--model", default="smollm2", help="served model (with --endpoint; default: smollm2)")
+    group.add_argument(
+        "--in-flight", type=int, default=32, help="requests at the same time (with --endpoint; ≥ 1; default: 32)"
+    )
+    group.add_argument(
+        "--rows", type=int, default=64, help="conversations answered together by the local engine (≥ 1; default: 64)"
+    )
     group.add_argument(
         "--temperature",
         type=float,
         action="append",
-        help="0 is greedy; repeat it for an even mixture (default: 0 and 0.8)",
+        help="0 is greedy; repeat it for an even mixture (≥ 0; default: 0 and 0.8)",
     )
-    group.add_argument("--max-new-tokens", type=int, default=384, help="budget of an answer")
-    group.add_argument("--max-turns", type=int, help="answer at most so many turns of a conversation")
+    group.add_argument("--max-new-tokens", type=int, default=384, help="budget of an answer (tokens ≥ 1; default: 384)")
+    group.add_argument("--max-turns", type=int, help="most turns of a conversation to answer (≥ 1; default: all)")
     group.add_argument("--seed", type=int, default=0, help="seed of sampled answers (default: 0)")
 
 
@@ -59,16 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--endpoint has no effect without --regenerate; add it or drop the endpoint")
     from aquiline.models.resolve import resolve_target
     from aquiline.training.data.prepare import prepare
+    from aquiline.training.settings import PrepareSettings
 
     report = prepare(
         arguments.sources,
         resolve_target(arguments.target),
         arguments.output,
-        max_length=arguments.max_length,
-        overlong=arguments.overlong,
-        validation_fraction=arguments.validation,
-        strict=arguments.strict,
-        limit=arguments.limit,
+        **dataclasses.asdict(PrepareSettings(**given_settings(arguments, PrepareSettings))),
         chat_template=_template(arguments.chat_template),
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,

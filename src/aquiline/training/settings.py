@@ -1,4 +1,4 @@
-"""Settings of a training run, checked when they are made; what each means is written once, here."""
+"""Settings of training sets and runs, checked when they are made; what each means is written once, here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,27 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from aquiline.checks import check_settings, check_value, meanings, setting
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """How conversations become a training set; part of its manifest."""
+
+    max_length: int = setting(1024, "longest conversation", unit="tokens", allowed="≥ 8")
+    overlong: str = setting(
+        "truncate", "cut longer conversations at --max-length, or drop them", choices=("truncate", "drop")
+    )
+    validation_fraction: float = setting(
+        0.02, "prompts that are held out for validation", unit="share", allowed="0 … 1", flag="validation"
+    )
+    strict: bool = setting(False, "stop at the first unusable record instead of counting it")
+    limit: int | None = setting(None, "stop after this many conversations", allowed="≥ 1", shown="all of them")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.validation_fraction == 1:
+            raise ValueError(f"validation_fraction is {self.validation_fraction}; allowed: < 1, the rest is trained on")
+
 
 EAGLE, PARALLEL, SMALL = ("eagle3", "eagle"), ("medusa", "hydra"), ("small-model",)
 KINDS = (*EAGLE, *PARALLEL, *SMALL)

@@ -447,7 +447,7 @@ def test_nothing_appears_if_it_fails(
     ("options", "words"),
     [
         ({"max_length": 3}, "max_length is 3; allowed"),
-        ({"overlong": "wrap"}, "'truncate', 'drop'"),
+        ({"overlong": "wrap"}, "overlong is 'wrap'; allowed: truncate, drop"),
         ({"validation_fraction": 1.0}, "validation_fraction is 1.0"),
         ({"limit": 0}, "limit is 0"),
     ],

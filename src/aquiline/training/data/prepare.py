@@ -32,6 +32,7 @@ from aquiline.training.data.dataset import (
 from aquiline.training.data.identity import conversation_id, in_validation
 from aquiline.training.data.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
 from aquiline.training.data.tally import PrepareReport, Tally, progress_line
+from aquiline.training.settings import PrepareSettings
 
 __all__ = [
     "PrepareReport",
@@ -53,15 +54,6 @@ UNFINISHED = "last answer unfinished: ends without an end of turn"
 
 _BATCH_RECORDS = 256
 _BATCH_CHARACTERS = 500_000
-
-
-@dataclass(frozen=True)
-class _Settings:
-    max_length: int
-    overlong: str
-    validation_fraction: float
-    strict: bool
-    limit: int | None
 
 
 @dataclass(frozen=True)
@@ -115,8 +107,7 @@ def prepare(
             record.
     """
     started = time.monotonic()
-    settings = _Settings(max_length, overlong, validation_fraction, strict, limit)
-    _check(settings)
+    settings = PrepareSettings(max_length, overlong, validation_fraction, strict, limit)
     names = [sources] if isinstance(sources, str | Path) else list(sources)
     output = Path(output)
     if output.exists() and not overwrite:
@@ -162,19 +153,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()
 
 
-def _check(settings: _Settings) -> None:
-    if settings.max_length < 8:
-        raise ValueError(f"max_length is {settings.max_length}; allowed: 8 tokens or more")
-    if settings.overlong not in ("truncate", "drop"):
-        raise ValueError(f"overlong is {settings.overlong!r}; allowed: 'truncate', 'drop'")
-    if not 0 <= settings.validation_fraction < 1:
-        raise ValueError(f"validation_fraction is {settings.validation_fraction}; allowed: 0 ≤ fraction < 1")
-    if settings.limit is not None and settings.limit < 1:
-        raise ValueError(f"limit is {settings.limit}; allowed: 1 or more, or None for all")
-
-
 def _manifest(
-    names: Sequence[str | Path], tokenizer: Any, renderer: ChatRenderer, settings: _Settings
+    names: Sequence[str | Path], tokenizer: Any, renderer: ChatRenderer, settings: PrepareSettings
 ) -> dict[str, Any]:
     """Returns a training set's manifest without its counts."""
     return {
@@ -205,7 +185,7 @@ def _write(
     names: Sequence[str | Path],
     tokenizer: Any,
     renderer: ChatRenderer,
-    settings: _Settings,
+    settings: PrepareSettings,
     partial: Path,
     progress: bool,
 ) -> dict[str, Any]:
@@ -264,7 +244,7 @@ def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: Tally)
 
 
 def _tokenised(
-    ready: Iterable[_Ready], tokenizer: Any, settings: _Settings, tally: Tally
+    ready: Iterable[_Ready], tokenizer: Any, settings: PrepareSettings, tally: Tally
 ) -> Iterator[tuple[Conversation, TokenisedConversation]]:
     for batch in _batches(ready):
         texts = [item.rendered.text for item in batch]
@@ -281,7 +261,7 @@ def _example(
     item: _Ready,
     ids: Sequence[int],
     offsets: Sequence[tuple[int, int]],
-    settings: _Settings,
+    settings: PrepareSettings,
     tally: Tally,
 ) -> TokenisedConversation | Refusal:
     where = item.conversation.source, item.conversation.index
