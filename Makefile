@@ -26,11 +26,11 @@ $(BASE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
 	$(PIP) $(if $(INDEX_URL),--index-url $(INDEX_URL)) torch==$(TORCH)
-	$(PIP) --constraint $(PINS) --editable .
+	$(PIP) --constraint $(PINS) --editable '.[serve]'
 	touch $@
 
 $(FULL): $(BASE)
-	$(PIP) --constraint $(PINS) --editable '.[train,grammar,completion,dev]'
+	$(PIP) --constraint $(PINS) --editable '.[train,grammar,serve,completion,dev]'
 	touch $@
 
 model: $(BASE)

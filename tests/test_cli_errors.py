@@ -209,8 +209,10 @@ COMMANDS = {
         ("it knows EAGLE-3 heads only", "Formats that can hold it: safeailab, vllm"),
     ),
     "gguf without the target's": (("export", "head", "--to", "gguf", "--target", "target"), ("the target's own GGUF",)),
-    "serve without engine": (("serve",), ("--engine is None", "allowed: vllm")),
-    "serve engine": (("serve", "--engine", "tgi"), ("--engine is 'tgi'", "vllm")),
+    "serve port": (("serve", "--port", "70000"), ("--port is 70000", "65535")),
+    "serve engine": (("serve", "--engine", "tgi"), ("'tgi'", "vllm")),
+    "serve vllm options": (("serve", "--dry-run"), ("--dry-run", "--engine vllm")),
+    "serve own options": (("serve", "--engine", "vllm", "--port", "9"), ("--port", "after --")),
     "serve json": (("serve", "--engine", "vllm", "--json"), ("--dry-run",)),
     "serve no head": (("serve", "--engine", "vllm", "--target", "target"), ("no shipped head", "aquiline train")),
     "serve own flag": (

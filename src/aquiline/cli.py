@@ -23,7 +23,7 @@ COMMANDS = {
     "bench": "compare drafting methods on tasks",
     "tune": "find the fastest method and tree for your prompts",
     "export": "convert a head for another engine",
-    "serve": "serve a target with its head",
+    "serve": "serve a target over OpenAI's API, or with vLLM",
     "doctor": "report what this machine supports, what is slow, and why",
     "completion": "print a shell completion script",
 }
@@ -34,9 +34,12 @@ _EXTRAS = {
     "datasets": "datasets",
     "ijson": "train",
     "llguidance": "grammar",
+    "prometheus_client": "serve",
     "pyarrow": "train",
     "shtab": "completion",
+    "starlette": "serve",
     "tensorboard": "train",
+    "uvicorn": "serve",
 }
 
 

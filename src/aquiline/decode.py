@@ -15,7 +15,8 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, truncate
-from aquiline.drafters.drafter import Committed, Drafter, Rows
+from aquiline.drafters.drafter import Committed, Drafter, Drafting, Rows
+from aquiline.drafters.requested import propose_as_asked
 from aquiline.sampling import TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Feature, Target, TargetOutput
@@ -34,11 +35,13 @@ class Occupant:
         tokens: prompt and output so far; the last one is the root, not yet in the cache.
         chooser: chooses the target's tokens.
         stats: counters of the request.
+        drafting: what the request asks of the drafts.
     """
 
     tokens: list[int]
     chooser: TokenChooser
     stats: GenerationStats
+    drafting: Drafting = field(default_factory=Drafting)
 
 
 @dataclass(eq=False)
@@ -70,11 +73,13 @@ class StepResult:
         slot: the row's slot.
         tokens: accepted drafts, then the target's own token; at least one.
         logits: (len(tokens), V) float32 target logits that each token was chosen from, if requested.
+        sources: per token, what drafted it ("head", "lookup", …); the last one is the "target"'s own.
     """
 
     slot: int
     tokens: list[int]
     logits: Tensor | None = None
+    sources: Sequence[str] = ("target",)
 
 
 def new_state(target: Target, drafter: Drafter | None, slots: int, capacity: int) -> DecodeState:
@@ -192,7 +197,8 @@ def step(
     """
     stats, occupants = state.stats, [_occupant(state, slot) for slot in slots]
     texts, choosers = [occupant.tokens for occupant in occupants], [occupant.chooser for occupant in occupants]
-    rows = Rows(slots, texts, choosers, max_depth, state.generator)
+    asked = [occupant.drafting for occupant in occupants]
+    rows = Rows(slots, texts, choosers, max_depth, state.generator, () if all(wish.usual for wish in asked) else asked)
     with stats.timed("draft"):
         tree = _propose(target, drafter, rows, state.drafter_state)
     with stats.timed("target"):
@@ -209,8 +215,14 @@ def step(
         with stats.timed("extend"):
             drafter.extend(_committed(rows, tree, out, acceptance, emitted), state.drafter_state)
     _count(tree, paths, occupants, lossy is not None and not lossy.exact)
+    names = trees.node_sources(tree, drafter.needs.source if drafter else "target")
     return [
-        StepResult(slot, tokens, out.logits[i, path] if keep_logits else None)
+        StepResult(
+            slot,
+            tokens,
+            out.logits[i, path] if keep_logits else None,
+            [*(names[i][node] for node in path[1:]), "target"],
+        )
         for i, (slot, tokens, path) in enumerate(zip(slots, emitted, paths, strict=True))
     ]
 
@@ -230,9 +242,9 @@ def _occupant(state: DecodeState, slot: int) -> Occupant:
 
 
 def _propose(target: Target, drafter: Drafter | None, rows: Rows, drafter_state: Any) -> DraftTree:
-    if drafter is None or rows.max_depth == 0:
+    if rows.max_depth == 0:
         return trees.root_only(rows.roots, target.device)
-    return trees.on_device(drafter.propose(rows, drafter_state), target.device)
+    return trees.on_device(propose_as_asked(drafter, rows, drafter_state), target.device)
 
 
 def _forward_tree(

@@ -33,6 +33,8 @@ class DraftTree:
             that the children of node i were drawn from, without replacement.
         num_candidates: (B,) int64 or None; nodes from this index on are forwarded but never
             accepted (Lookahead's window).
+        sources: per row and node, what drafted it ("head", "lookup", …); None: all nodes come
+            from the drafter that its `Needs.source` names. Only mixed drafters set it.
     """
 
     tokens: Tensor
@@ -41,6 +43,7 @@ class DraftTree:
     log_probs: Tensor | None = None
     draft_probs: Tensor | None = None
     num_candidates: Tensor | None = None
+    sources: Sequence[Sequence[str]] | None = None
 
     @property
     def size(self) -> int:
@@ -58,12 +61,17 @@ def root_only(roots: Sequence[int], device: torch.device | str = "cpu") -> Draft
     return from_lists([([root], [-1]) for root in roots], device)
 
 
-def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu") -> DraftTree:
+def from_lists(
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    device: torch.device | str = "cpu",
+    sources: Sequence[Sequence[str]] | None = None,
+) -> DraftTree:
     """Packs per-row ``(tokens, parents)`` lists into one padded tree.
 
     Args:
         rows: B pairs; each starts with the root (parent -1).
         device: where the tensors are made.
+        sources: per row and node, what drafted it; see `DraftTree`.
     """
     width = max(len(tokens) for tokens, _ in rows)
     tokens = [list(t) + [0] * (width - len(t)) for t, _ in rows]
@@ -72,7 +80,22 @@ def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torc
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         parents=torch.tensor(parents, dtype=torch.int64, device=device),
         num_nodes=torch.tensor([len(t) for t, _ in rows], dtype=torch.int64, device=device),
+        sources=sources,
     )
+
+
+def to_lists(tree: DraftTree) -> list[tuple[list[int], list[int]]]:
+    """Returns the rows as ``(tokens, parents)``, without padding; `from_lists` packs them again."""
+    rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist(), strict=True)
+    return [(tokens[:count], parents[:count]) for tokens, parents, count in rows]
+
+
+def node_sources(tree: DraftTree, source: str) -> list[list[str]]:
+    """Returns what drafted each node, per row without padding; `source` where the tree does not say."""
+    counts = tree.num_nodes.tolist()
+    if tree.sources is None:
+        return [[source] * count for count in counts]
+    return [list(names[:count]) for names, count in zip(tree.sources, counts, strict=True)]
 
 
 def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
@@ -81,7 +104,9 @@ def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
         return tree
     optional = {name: getattr(tree, name) for name in ("log_probs", "draft_probs", "num_candidates")}
     moved = {name: None if tensor is None else tensor.to(device) for name, tensor in optional.items()}
-    return DraftTree(tree.tokens.to(device), tree.parents.to(device), tree.num_nodes.to(device), **moved)
+    return DraftTree(
+        tree.tokens.to(device), tree.parents.to(device), tree.num_nodes.to(device), **moved, sources=tree.sources
+    )
 
 
 def is_chain(tree: DraftTree) -> bool:

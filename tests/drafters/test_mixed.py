@@ -119,7 +119,7 @@ def test_a_wrapper_refuses_what_must_see_every_step_or_samples(target, wrap):
     with pytest.raises(ValueError, match=r"SmallModel.*sampled=False"):
         WRAPPERS[wrap](SmallModel(target, target, sampled=True))
     wrapped = WRAPPERS[wrap](PromptLookup())
-    assert wrapped.needs == Needs()
+    assert wrapped.needs == PromptLookup.needs
 
 
 def test_refuses_features_that_differ_and_sizes_out_of_range(target):

@@ -24,11 +24,44 @@ class Needs:
             window), so a wrapper must not skip or change them.
         samples: it draws drafts for rows that sample; its trees then have `draft_probs`, and the
             output equals plain decoding in distribution, not token for token.
+        source: what drafts, as reported for each token: "head", "lookup", "model" (a small one) or
+            "lookahead".
     """
 
     features: tuple[Feature, ...] = ()
     every_step: bool = False
     samples: bool = False
+    source: str = "head"
+
+
+class Expected(Protocol):
+    """A text that a request expects; see `aquiline.drafters.requested.Prediction`."""
+
+    def continuation(self, output: Sequence[int], depth: int) -> Sequence[int]:
+        """Returns what the expected text has after `output`, at most `depth` tokens; empty if it does not say."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Drafting:
+    """What one request asks of the drafts; its output is the same whatever it asks.
+
+    Attributes:
+        enabled: False decodes this request plainly.
+        depth: deepest level of its trees, ≥ 1; None: the drafter's.
+        nodes: most drafted nodes of its trees, ≥ 1; None: the drafter's.
+        expected: a text that the output may repeat, tried before the drafter.
+    """
+
+    enabled: bool = True
+    depth: int | None = None
+    nodes: int | None = None
+    expected: Expected | None = None
+
+    @property
+    def usual(self) -> bool:
+        """True if the request asks for nothing of its own."""
+        return self.enabled and self.depth is None and self.nodes is None and self.expected is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +75,7 @@ class Rows:
         choosers: per row, chooses the target's tokens.
         max_depth: deepest useful level given the remaining budgets, ≥ 0; None: no limit.
         generator: source of randomness for sampled drafts.
+        drafting: per row, what its request asks of the drafts; empty if no row asks for anything.
     """
 
     slots: Sequence[int]
@@ -49,6 +83,7 @@ class Rows:
     choosers: Sequence[TokenChooser]
     max_depth: int | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
+    drafting: Sequence[Drafting] = ()
 
     @property
     def roots(self) -> list[int]:
@@ -71,6 +106,7 @@ class Rows:
             slots=[self.slots[i] for i in indices],
             texts=[self.texts[i] for i in indices],
             choosers=[self.choosers[i] for i in indices],
+            drafting=[self.drafting[i] for i in indices] if self.drafting else (),
         )
 
 

@@ -63,7 +63,7 @@ class Lookahead:
         guesses: G, n-grams kept for each first token and verified in a step, ≥ 1.
     """
 
-    needs = Needs(every_step=True)
+    needs = Needs(every_step=True, source="lookahead")
 
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):

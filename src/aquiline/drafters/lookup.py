@@ -35,7 +35,7 @@ class PromptLookup:
     Source: prompt-lookup-decoding (Saxena 2023); differs: several continuations as a tree.
     """
 
-    needs = Needs()
+    needs = Needs(source="lookup")
 
     def __init__(self, depth: int = 5, max_ngram: int = 4, min_ngram: int = 2, num_branches: int = 1) -> None:
         for name, value in (("depth", depth), ("min_ngram", min_ngram), ("num_branches", num_branches)):

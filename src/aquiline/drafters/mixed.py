@@ -7,7 +7,7 @@ joined trees, without draft probabilities.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aquiline import tree as trees
@@ -54,10 +54,13 @@ class LookupFirst:
     def propose(self, rows: Rows, state: MixedState) -> DraftTree:
         found = self.lookup.propose(rows, state.first)
         missing = [i for i, count in enumerate(found.num_nodes.tolist()) if count == 1]
+        found = replace(found, sources=trees.node_sources(found, self.lookup.needs.source))
         if not missing:
             return found
         drafted = self.other.propose(rows.pick(missing), state.second)
-        return drafted if len(missing) == len(rows.slots) else _joined(found, drafted, missing)
+        if len(missing) == len(rows.slots):
+            return drafted
+        return joined(found, replace(drafted, sources=trees.node_sources(drafted, self.needs.source)), missing)
 
     def copy(self, source: int, slot: int, length: int, state: MixedState) -> None:
         self.lookup.copy(source, slot, length, state.first)
@@ -107,11 +110,15 @@ class Merged:
     def propose(self, rows: Rows, state: MixedState) -> DraftTree:
         """Builds the union, without log-probabilities, which a lookup cannot provide."""
         both = (self.first.propose(rows, state.first), self.second.propose(rows, state.second))
-        packed = []
+        firsts = trees.node_sources(both[0], self.first.needs.source)
+        packed, sources = [], []
         for row, token in enumerate(rows.roots):
             tokens, parents = merge(token, [path for tree in both for path in _paths(tree, row)])
             packed.append((tokens[: self.num_nodes], parents[: self.num_nodes]))
-        return trees.from_lists(packed)
+            # The first drafter's nodes keep their order and come first.
+            others = [self.second.needs.source] * (len(tokens) - len(firsts[row]))
+            sources.append([*firsts[row], *others][: self.num_nodes])
+        return trees.from_lists(packed, sources=sources)
 
     def copy(self, source: int, slot: int, length: int, state: MixedState) -> None:
         self.first.copy(source, slot, length, state.first)
@@ -122,16 +129,13 @@ class Merged:
         self.second.reset(slot, length, state.second)
 
 
-def _joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> DraftTree:
-    """Replaces the rows `missing` of `found` by the rows of `drafted`."""
-    rows = []
-    for tree in (found, drafted):
-        counts = tree.num_nodes.tolist()
-        pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), counts, strict=True)
-        rows.append([(tokens[:count], parents[:count]) for tokens, parents, count in pairs])
-    for i, row in zip(missing, rows[1], strict=True):
-        rows[0][i] = row
-    return trees.from_lists(rows[0])
+def joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> DraftTree:
+    """The rows of `found`, those in `missing` replaced by the rows of `drafted`; both with sources."""
+    assert found.sources is not None and drafted.sources is not None
+    rows, sources = trees.to_lists(found), list(found.sources)
+    for i, row, names in zip(missing, trees.to_lists(drafted), drafted.sources, strict=True):
+        rows[i], sources[i] = row, names
+    return trees.from_lists(rows, sources=sources)
 
 
 def _paths(tree: DraftTree, row: int) -> list[list[int]]:

@@ -63,7 +63,7 @@ class SmallModel:
 
     def __init__(self, model: Target, target: Target, policy: Chain | None = None, *, sampled: bool = False) -> None:
         check_tokens(model.shape, target.shape)
-        self.model, self.policy, self.needs = model, policy or Chain(depth=4), Needs(samples=sampled)
+        self.model, self.policy, self.needs = model, policy or Chain(depth=4), Needs(samples=sampled, source="model")
 
     def new_state(self, slots: int, capacity: int) -> SmallModelState:
         return SmallModelState(self.model.new_cache(slots, capacity), [[] for _ in range(slots)])

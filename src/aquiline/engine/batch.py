@@ -32,7 +32,8 @@ class Batch:
     """Slots, the requests in them, and the requests that wait for one.
 
     A vacated slot keeps its keys and values until another request takes it. A prompt that shares a
-    prefix with any slot, running or vacated, is computed only from there on.
+    prefix with any slot, running or vacated, is computed only from there on. A
+    request that fails (its processor raises, memory runs out) leaves without harm to the others.
 
     Args:
         engine: runs the requests.
@@ -49,6 +50,8 @@ class Batch:
         self._prefill: _Prefill | None = None
         self._held: list[list[int]] = [[] for _ in range(rows)]
         self._started: dict[int, dict[str, float]] = {}
+        self._left = [0] * rows  # when a request last left the slot, counted in departures
+        self._departures = 0
 
     @property
     def busy(self) -> bool:
@@ -60,22 +63,42 @@ class Batch:
         """Slots with a running request."""
         return sum(row is not None for row in self.state.occupants)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._waiting)
+
     def submit(self, emission: Emission) -> None:
         """Queues a request."""
         self._waiting.append(emission)
 
+    def cancel(self, emission: Emission) -> None:
+        """Drops one request, wherever it is; what its slot holds stays for prompts that begin the same."""
+        if emission in self._waiting:
+            self._waiting.remove(emission)
+        elif self._prefill is not None and self._prefill.emission is emission:
+            self._leave(self._prefill.row)
+            self._prefill = None
+        else:
+            for row in [row for row, running in self._running.items() if running is emission]:
+                self._leave(row)
+
     def advance(self) -> Iterator[StreamEvent]:
         """Runs at most one chunk of a prompt, then one step of the running rows, and yields the events.
 
-        If either raises, the slots are cleared, and the batch remains usable.
+        If memory runs out, the newest request ends with an error. If anything else raises, the slots
+        are cleared, and the batch remains usable.
         """
         for unit in (self._prefill_some, self._step):
             try:
                 with self.engine.lock, torch.inference_mode():
                     events = unit()
-            except BaseException:
-                self.clear()
-                raise
+            except BaseException as error:
+                refused = self._without_newest(error) if out_of_memory(error) else None
+                if refused is None:
+                    self.clear()
+                    raise
+                events = [refused]
             yield from events
 
     def clear(self) -> None:
@@ -97,6 +120,22 @@ class Batch:
             self._prefill = None
         for row in list(self._running):
             self._leave(row)
+
+    def _without_newest(self, error: BaseException) -> StreamEvent | None:
+        """Ends the newest request after `error`; None if the others cannot go on."""
+        state, newest = self.state, self._prefill
+        row = next(reversed(self._running), None) if newest is None else newest.row
+        # A step that failed before its commit can be repeated without the row.
+        texts = {slot: len(emission.occupant.tokens) for slot, emission in self._running.items()}
+        if row is None or any(int(state.cache.lengths[slot]) != length - 1 for slot, length in texts.items()):
+            return None
+        emission = self._running[row] if newest is None else newest.emission
+        self.cancel(emission)
+        self._held[row] = []
+        with self.engine.lock, torch.inference_mode():
+            free(self.engine.drafter, state, row)
+        failure = MemoryError(f"memory ran out: {error}")
+        return StreamEvent(emission.index, [], "", sample=emission.sample, error=failure)
 
     # -- prompts ----------------------------------------------------------------------------
 
@@ -123,9 +162,8 @@ class Batch:
             return None
         emission = self._waiting.popleft()
         source, shared = self._longest_shared(emission.prompt)
-        # Otherwise take the emptiest slot: the content of the others may serve a later prompt.
-        emptiest = min(vacant, key=lambda slot: int(self.state.cache.lengths[slot]))
-        row = source if shared and source in vacant else emptiest
+        row = self._slot_for(source, shared, vacant)
+        emission.cached = shared
         self._started[row] = dict(self.state.stats.seconds)
         if shared and row == source:
             self._keep(row, shared)
@@ -139,6 +177,13 @@ class Batch:
             engine.target, engine.drafter, self.state, row, emission.occupant, keep_logits=emission.wants_logits
         )
         return _Prefill(row, emission, pieces)
+
+    def _slot_for(self, source: int, shared: int, vacant: Sequence[int]) -> int:
+        """An empty slot or the one left longest ago; the source itself where little else would be lost."""
+        lengths = self.state.cache.lengths.tolist()
+        if shared and source in vacant and 2 * shared >= lengths[source]:
+            return source
+        return min(vacant, key=lambda slot: (lengths[slot] > 0, self._left[slot], slot))
 
     def _longest_shared(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Returns the slot with the longest prefix of `prompt`, and the number of positions to keep.
@@ -189,7 +234,10 @@ class Batch:
 
     def _emit(self, row: int, result: StepResult) -> StreamEvent:
         emission = self._running[row]
-        event = emission.take(result.tokens, result.logits)
+        event = emission.take(result.tokens, result.logits, result.sources)
+        if event.error is not None:
+            self._leave(row)
+            return event
         if event.finish_reason is None:
             return event
         before = self._started[row]
@@ -205,6 +253,16 @@ class Batch:
         self.state.occupants[row] = None
         self._running.pop(row, None)
         self._started.pop(row, None)
+        self._departures += 1
+        self._left[row] = self._departures
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True if memory ran out, on the CPU or a GPU."""
+    words = ("not enough memory", "out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in words)
+    )
 
 
 def capacity_for(emissions: Sequence[Emission]) -> int:

@@ -109,6 +109,8 @@ class ChatSession:
             batch.submit(emission)
             while batch.busy:
                 for event in batch.advance():
+                    if event.error is not None:
+                        raise event.error
                     finished = event.output is not None
                     pieces.append(event.text)
                     yield event

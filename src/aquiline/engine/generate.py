@@ -50,7 +50,10 @@ def _stream(engine: Engine, emissions: Sequence[Emission]) -> Iterator[StreamEve
         batch.submit(emission)
     try:
         while batch.busy:
-            yield from batch.advance()
+            for event in batch.advance():
+                if event.error is not None:
+                    raise event.error
+                yield event
     finally:
         batch.clear()
 

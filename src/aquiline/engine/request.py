@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from aquiline.checks import check_kind, integer
-from aquiline.drafters.drafter import Drafter
+from aquiline.checks import check_kind, check_value, integer
+from aquiline.drafters.drafter import Drafter, Drafting
 from aquiline.engine.text import EMPTY_PROMPT
 from aquiline.sampling import LogitsProcessor, SamplingParams
 from aquiline.stats import GenerationStats
@@ -57,10 +57,14 @@ class Request:
     Attributes:
         tokens: the prompt, at least one token id.
         params: settings; the request produces `params.n` outputs.
+        drafting: what it asks of the drafts, which changes its speed alone.
+        provenance: report what drafted each piece of text, in `StreamEvent.pieces`.
     """
 
     tokens: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    drafting: Drafting = field(default_factory=Drafting)
+    provenance: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,23 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True, eq=False)
+class Piece:
+    """A token's text and where the token came from.
+
+    Attributes:
+        text: what the token completes; empty for a part of a character and for an end token.
+        token_ids: the token; empty if an earlier piece has the beginning of its text.
+        source: what drafted it ("head", "lookup", "prediction", …), or "target".
+        step: target forward that emitted it, counted from 0, the prompt's.
+    """
+
+    text: str
+    token_ids: list[int]
+    source: str
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
 class StreamEvent:
     """The tokens and text that one step added to one output.
 
@@ -103,6 +124,11 @@ class StreamEvent:
         finish_reason: set in the last event of an output.
         output: the whole output, in its last event.
         sample: index among the request's n outputs.
+        logprobs: log-probability of each of `token_ids`, if requested.
+        top_logprobs: per token, id → log-probability of the likeliest ids, if requested.
+        pieces: `text` by its origin, if requested.
+        error: what ended this output alone: a logits processor that raised, or memory that ran out.
+            It is the output's last event.
     """
 
     index: int
@@ -111,6 +137,10 @@ class StreamEvent:
     finish_reason: str | None = None
     output: GenerationOutput | None = None
     sample: int = 0
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    pieces: list[Piece] | None = None
+    error: Exception | None = None
 
 
 @runtime_checkable
@@ -146,6 +176,7 @@ def check(engine: Engine, request: Request, index: int = 0, count: int = 1) -> N
         ValueError: with the value, what is allowed, and the remedy.
     """
     _check_params(engine, request.params)
+    _check_drafting(engine, request.drafting)
     with naming_prompt(index, count):
         _check_prompt(engine, request)
 
@@ -175,6 +206,16 @@ def _check_params(engine: Engine, params: SamplingParams) -> None:
         raise ValueError("stop strings need a tokenizer, which this engine lacks; use stop_token_ids")
     if engine.lossy is not None:
         check_lossy(engine.lossy, params.temperature)
+
+
+def _check_drafting(engine: Engine, drafting: Drafting) -> None:
+    for name in ("depth", "nodes"):
+        value = getattr(drafting, name)
+        check_value(f"drafting: {name}", value, value is None or value >= 1, "an integer ≥ 1, or None")
+    needs = None if engine.drafter is None else engine.drafter.needs
+    if not drafting.usual and needs is not None and (needs.every_step or needs.samples):
+        name = type(engine.drafter).__name__
+        raise ValueError(f"{name} drafts for all rows of a batch alike; drop the request's own drafting settings")
 
 
 @contextmanager

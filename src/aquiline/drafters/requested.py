@@ -1,0 +1,105 @@
+"""Drafts as each request asks for them: none, smaller trees, or the text that it expects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from aquiline import tree as trees
+from aquiline.drafters.drafter import Drafter, Drafting, Rows
+from aquiline.drafters.mixed import joined
+from aquiline.tree import DraftTree
+
+PREDICTION_DEPTH = 16
+"""Longest draft from an expected text: a right one is right for long, and one forward checks it."""
+
+_LONGEST, _SHORTEST = 4, 2
+"""n-grams by which an output is found again in the expected text."""
+
+
+class Prediction:
+    """Prompt lookup over a text that the output is expected to repeat, in part or whole.
+
+    The output is looked up by its last n-gram. Among several occurrences the next one after the
+    last that was used counts, else the first, so that a text with repetitions is followed in order.
+
+    Args:
+        tokens: the expected text.
+
+    Attributes:
+        proposed: tokens drafted so far.
+
+    Source: OpenAI's Predicted Outputs.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens, self.proposed, self._reached = list(tokens), 0, 0
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        for size in range(_SHORTEST, _LONGEST + 1):
+            for end in range(size, len(self.tokens) + 1):
+                self._ends.setdefault(tuple(self.tokens[end - size : end]), []).append(end)
+
+    def continuation(self, output: Sequence[int], depth: int) -> Sequence[int]:
+        end = self._end(output)
+        found = [] if end is None else self.tokens[end : end + depth]
+        self._reached = self._reached if end is None else end
+        self.proposed += len(found)
+        return found
+
+    def _end(self, output: Sequence[int]) -> int | None:
+        """The position of the expected text that `output` has reached."""
+        if len(output) < _SHORTEST:
+            return len(output) if list(output) == self.tokens[: len(output)] else None
+        for size in range(min(_LONGEST, len(output)), _SHORTEST - 1, -1):
+            ends = self._ends.get(tuple(output[-size:]))
+            if ends:
+                return next((end for end in ends if end >= self._reached), ends[0])
+        return None
+
+
+def propose_as_asked(drafter: Drafter | None, rows: Rows, state: Any) -> DraftTree:
+    """Builds one tree per row, each as its request asks.
+
+    Args:
+        drafter: drafts for the rows that ask for nothing else; None: nothing does.
+        rows: the rows.
+        state: the drafter's; mutated.
+    """
+    if not rows.drafting:
+        return trees.root_only(rows.roots) if drafter is None else drafter.propose(rows, state)
+    packed, sources, left = [], [], []
+    for i, (root, text, asked) in enumerate(zip(rows.roots, rows.texts, rows.drafting, strict=True)):
+        found = _expected(asked, text, rows.choosers[i].prompt_length, rows.depth(PREDICTION_DEPTH))
+        packed.append(([root, *found], list(range(-1, len(found)))))
+        sources.append(["prediction"] * (1 + len(found)))
+        if asked.enabled and not found:
+            left.append(i)
+    tree = trees.from_lists(packed, sources=sources)
+    if drafter is None or not left:
+        return tree
+    drafted = drafter.propose(rows.pick(left), state)
+    drafted = replace(drafted, sources=trees.node_sources(drafted, drafter.needs.source))
+    return joined(tree, _cut(drafted, [rows.drafting[i] for i in left]), left)
+
+
+def _expected(asked: Drafting, text: Sequence[int], prompt_length: int, depth: int) -> Sequence[int]:
+    if asked.expected is None or not asked.enabled:
+        return ()
+    most = min(limit for limit in (depth, asked.depth, asked.nodes) if limit is not None)
+    return asked.expected.continuation(text[prompt_length:], most)
+
+
+def _cut(tree: DraftTree, asked: Sequence[Drafting]) -> DraftTree:
+    """Drops nodes beyond what each row asked for; a parent comes before its children, so none loses its own."""
+    assert tree.sources is not None
+    rows, sources = [], []
+    depths = trees.depths(tree.parents).tolist()
+    for (tokens, parents), names, levels, limits in zip(trees.to_lists(tree), tree.sources, depths, asked, strict=True):
+        deepest = len(tokens) if limits.depth is None else limits.depth
+        kept = [node for node in range(len(tokens)) if levels[node] <= deepest]
+        kept = kept if limits.nodes is None else kept[: 1 + limits.nodes]
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        rows.append(([tokens[node] for node in kept], [place[parents[node]] for node in kept]))
+        sources.append([names[node] for node in kept])
+    return trees.from_lists(rows, sources=sources)

@@ -1,0 +1,161 @@
+"""Counters and latencies under vLLM's names, so that dashboards made for vLLM work."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aquiline.engine.emission import Emission
+from aquiline.engine.request import StreamEvent
+
+_WINDOW = 10.0
+"""Seconds that the rate of tokens looks back."""
+
+_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.3, 2.5, 5, 10, 20, 40, 80, 160)
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        model: name in the label `model_name`.
+        slots: requests that can decode at once.
+        running: returns the requests that are in a slot.
+        waiting: returns those that wait for one.
+    """
+
+    def __init__(self, model: str, slots: int, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        self.registry = CollectorRegistry()
+        self._model = model
+
+        def made(kind: Any, name: str, text: str, labels: Sequence[str] = (), **more: Any) -> Any:
+            found = kind(name, text, ["model_name", *labels], registry=self.registry, **more)
+            return found if labels else found.labels(model_name=model)
+
+        self.prompt_tokens = made(Counter, "vllm:prompt_tokens", "Prompt tokens.")
+        self.generation_tokens = made(Counter, "vllm:generation_tokens", "Emitted tokens.")
+        self.success = made(Counter, "vllm:request_success", "Finished outputs.", ["finished_reason"])
+        self.drafts = made(Counter, "vllm:spec_decode_num_drafts", "Steps that drafted, counted per row.")
+        self.draft_tokens = made(Counter, "vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = made(Counter, "vllm:spec_decode_num_accepted_tokens", "Accepted drafts.")
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        self.accepted_at = made(Counter, name, "Accepted drafts by depth, from 0.", ["position"])
+        self.prefix_queries = made(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the slots.")
+        self.prefix_hits = made(Counter, "vllm:prefix_cache_hits", "Prompt tokens that a slot held already.")
+        self.first_token = made(Histogram, "vllm:time_to_first_token_seconds", "Queue and prefill.", buckets=_SECONDS)
+        name = "vllm:inter_token_latency_seconds"
+        self.between = made(Histogram, name, "Seconds per emitted token after the first.", buckets=_SECONDS)
+        self.whole = made(Histogram, "vllm:e2e_request_latency_seconds", "Whole request.", buckets=_SECONDS)
+        self.forwards = made(Counter, "aquiline:row_steps", "Steps, counted per row.", ["drafting"])
+        self.tokens_by_source = made(Counter, "aquiline:emitted_tokens", "Emitted tokens by origin.", ["source"])
+        self.offered_at = made(Counter, "aquiline:offered_per_pos", "Steps with a draft at this depth.", ["position"])
+        self.refused = made(Counter, "aquiline:requests_refused", "Requests that were not run.", ["status"])
+        made(Gauge, "vllm:num_requests_running", "Requests in a slot.").set_function(running)
+        made(Gauge, "vllm:num_requests_waiting", "Requests that wait for a slot.").set_function(waiting)
+        made(Gauge, "aquiline:slots", "Slots.").set(slots)
+        made(Gauge, "aquiline:mean_accept_length", "Tokens per target forward.").set_function(self._tau)
+        name = "aquiline:tokens_per_second"
+        made(Gauge, name, f"Emitted tokens per second of the last {_WINDOW:.0f} s.").set_function(self._rate)
+        self._steps = self._accepted = 0
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return bytes(generate_latest(self.registry))
+
+    def began(self, emission: Emission) -> None:
+        """Counts the prompt of a request that got its first token."""
+        self.prompt_tokens.inc(len(emission.prompt))
+        self.prefix_queries.inc(len(emission.prompt))
+        self.prefix_hits.inc(emission.cached)
+
+    def stepped(self, emission: Emission, event: StreamEvent, seen: Seen) -> None:
+        """Counts what one step added to an output.
+
+        Args:
+            emission: the output.
+            event: what the step emitted.
+            seen: what was counted of it before; updated.
+        """
+        stats, now = emission.occupant.stats, time.monotonic()
+        drafted = stats.nodes > seen.nodes
+        self.generation_tokens.inc(len(event.token_ids))
+        self._recent.append((now, len(event.token_ids)))
+        while self._recent and self._recent[0][0] < now - _WINDOW:
+            self._recent.popleft()
+        if stats.steps > seen.steps:
+            self.forwards.labels(model_name=self._model, drafting="on" if drafted else "off").inc()
+        if drafted:
+            self.drafts.inc()
+            self.draft_tokens.inc(stats.nodes - seen.nodes)
+            self.accepted.inc(stats.accepted - seen.accepted)
+        for counter, counts, before in (
+            (self.accepted_at, stats.accepted_at, seen.accepted_at),
+            (self.offered_at, stats.offered_at, seen.offered_at),
+        ):
+            for depth, count in enumerate(counts):
+                old = before[depth] if depth < len(before) else 0
+                if count > old:
+                    counter.labels(model_name=self._model, position=str(depth)).inc(count - old)
+        for source, count in emission.sources.items():
+            if count > seen.sources.get(source, 0):
+                added = count - seen.sources.get(source, 0)
+                self.tokens_by_source.labels(model_name=self._model, source=source).inc(added)
+        self._steps += stats.steps - seen.steps
+        self._accepted += stats.accepted - seen.accepted
+        seen.take(emission)
+
+    def timed(self, seen: Seen, tokens: int) -> None:
+        """Records the latency of a step that emitted `tokens` ≥ 1 tokens."""
+        now = time.monotonic()
+        if seen.last is None:
+            self.first_token.observe(now - seen.submitted)
+        else:
+            for _ in range(tokens):
+                self.between.observe((now - seen.last) / tokens)
+        seen.last = now
+
+    def finished(self, seen: Seen, reason: str) -> None:
+        """Counts an output that ended by itself."""
+        self.success.labels(model_name=self._model, finished_reason="length" if reason == "length" else "stop").inc()
+        self.whole.observe(time.monotonic() - seen.submitted)
+
+    def refuse(self, status: int) -> None:
+        """Counts a request that was answered with an error."""
+        self.refused.labels(model_name=self._model, status=str(status)).inc()
+
+    def _tau(self) -> float:
+        return 1 + self._accepted / self._steps if self._steps else 0.0
+
+    def _rate(self) -> float:
+        start = time.monotonic() - _WINDOW
+        return sum(count for at, count in list(self._recent) if at >= start) / _WINDOW
+
+
+class Seen:
+    """What has been counted of one output.
+
+    Args:
+        submitted: `time.monotonic()` when its request arrived.
+    """
+
+    def __init__(self, submitted: float) -> None:
+        self.submitted = submitted
+        self.last: float | None = None
+        self.steps = self.nodes = self.accepted = 0
+        self.accepted_at: list[int] = []
+        self.offered_at: list[int] = []
+        self.sources: dict[str, int] = {}
+
+    def take(self, emission: Emission) -> None:
+        """Notes the present counters."""
+        stats = emission.occupant.stats
+        self.steps, self.nodes, self.accepted = stats.steps, stats.nodes, stats.accepted
+        self.accepted_at, self.offered_at = list(stats.accepted_at), list(stats.offered_at)
+        self.sources = dict(emission.sources)

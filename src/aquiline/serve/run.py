@@ -1,0 +1,78 @@
+"""Starts the server: binds, loads the model, announces itself, drains at SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from aquiline.loading import Loaded
+from aquiline.serve.server import Server, ServerSettings
+
+logger = logging.getLogger("aquiline")
+
+
+def run_server(settings: ServerSettings, load: Callable[[], Loaded], ready: Callable[[str, Loaded], None]) -> None:
+    """Serves until SIGTERM or Ctrl-C: then requests that run are finished; a second signal ends them.
+
+    Args:
+        settings: the settings.
+        load: loads the model, in another thread; until then the server answers 503.
+        ready: called with the server's URL and the model as soon as requests are served.
+
+    Raises:
+        OSError: if the address cannot be bound.
+        Exception: whatever `load` raises.
+    """
+    listener = _bind(settings)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    server, failed = Server(settings), list[Exception]()
+    config = uvicorn.Config(
+        server.app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=30
+    )
+    http = _Http(config)
+
+    def begin() -> None:
+        try:
+            loaded = load()
+            server.ready(loaded)
+            ready(url, loaded)
+        except Exception as error:  # noqa: BLE001 - raised below, in the main thread
+            failed.append(error)
+            http.should_exit = True
+
+    threading.Thread(target=begin, name="aquiline-loader", daemon=True).start()
+    try:
+        http.run(sockets=[listener])
+    finally:
+        listener.close()
+        server.close()
+    if failed:
+        raise failed[0]
+
+
+def _bind(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=256)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise OSError(
+            f"{where} cannot be bound ({error.strerror or error}); choose another --port or --host"
+        ) from error
+
+
+class _Http(uvicorn.Server):
+    """A uvicorn that treats a second signal of any kind as the end, and does not raise them afterwards."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            return
+        logger.info("finishing the requests that run; a second signal ends them")
+        self.should_exit = True

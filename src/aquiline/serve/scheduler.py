@@ -1,0 +1,237 @@
+"""The worker thread: runs the loop for all requests, and delivers what each step emits."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aquiline.engine.batch import Batch, capacity_for
+from aquiline.engine.emission import Emission
+from aquiline.engine.logprobs import prompt_logprobs
+from aquiline.engine.request import Engine, StreamEvent
+from aquiline.serve.metrics import Metrics, Seen
+
+logger = logging.getLogger("aquiline")
+
+_CAPACITY = 1024
+"""Positions that a slot has at first; the cache grows where a request needs more."""
+
+
+class Busy(Exception):
+    """The queue is full. The request may be sent again later."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens, the first excepted; see `prompt_logprobs`."""
+
+    index: int
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+
+
+Delivery = StreamEvent | PromptScores | Exception
+"""What a job receives. An exception ends it."""
+
+
+@dataclass(eq=False)
+class Job:
+    """The outputs of one HTTP request.
+
+    Attributes:
+        emissions: at least one; their indices come from `Scheduler.next_index`.
+        deliver: takes what the worker has for the job, in the worker's thread.
+        deadline: `time.monotonic()` at which the job is given up.
+        score: alternatives to report with the prompts' log-probabilities; None: do not compute them.
+        submitted: when it arrived.
+    """
+
+    emissions: Sequence[Emission]
+    deliver: Callable[[Delivery], None]
+    deadline: float = float("inf")
+    score: int | None = None
+    submitted: float = field(default_factory=time.monotonic)
+
+
+class Scheduler:
+    """Runs jobs on one engine in one thread: requests join and leave at every step.
+
+    Args:
+        engine: the engine; its `max_rows` requests decode at once.
+        max_queue: outputs that may wait for a slot, ≥ 0.
+        model: name of the model in the metrics.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int, model: str) -> None:
+        self.engine, self.limit = engine, engine.max_rows + max_queue
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open = 0
+        self._indices = itertools.count()
+        self._jobs: dict[Job, set[Emission]] = {}
+        self._places: dict[tuple[int, int], tuple[Job, Emission, Seen]] = {}
+        self._scoring: deque[tuple[Job, int, Iterator[Any]]] = deque()
+        self._batch: Batch | None = None
+        self._stopping = False
+        self.metrics = Metrics(model, engine.max_rows, lambda: self.running, lambda: self.waiting)
+        self._thread = threading.Thread(target=self._run, name="aquiline-scheduler", daemon=True)
+
+    @property
+    def running(self) -> int:
+        """Requests that are in a slot."""
+        return 0 if self._batch is None else self._batch.occupied
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return max(0, self._open - self.running)
+
+    def next_index(self) -> int:
+        """A number for the emissions of one prompt, unique while the server runs."""
+        return next(self._indices)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its present step; jobs that still run receive an error."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    def submit(self, job: Job) -> None:
+        """Queues a job.
+
+        Raises:
+            Busy: if the queue is full.
+        """
+        with self._lock:
+            if self._open + len(job.emissions) > self.limit:
+                raise Busy(f"{self._open} requests run or wait; allowed: {self.limit}; send it again later")
+            self._open += len(job.emissions)
+        self._commands.put(lambda: self._admit(job))
+
+    def cancel(self, job: Job) -> None:
+        """Frees what a job holds before the next step; a job that has ended is left alone."""
+        self._commands.put(lambda: self._drop(job))
+
+    # -- in the worker's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._obey()
+            self._expire()
+            try:
+                if self._scoring:
+                    self._score()
+                if self._batch is not None and self._batch.busy:
+                    for event in self._batch.advance():
+                        self._deliver(event)
+            except Exception:
+                logger.exception("a step failed; the requests that ran are ended")
+                self._end_all(RuntimeError("the server failed in a step; see its log"))
+
+    def _obey(self) -> None:
+        """Carries out the commands that have arrived; waits for one while there is nothing to do."""
+        idle = not self._scoring and (self._batch is None or not self._batch.busy)
+        try:
+            while True:
+                self._commands.get(block=idle and not self._stopping)()
+                idle = False
+        except queue.Empty:
+            return
+
+    def _admit(self, job: Job) -> None:
+        self._jobs[job] = set(job.emissions)
+        for emission in job.emissions:
+            self._places[emission.index, emission.sample] = (job, emission, Seen(job.submitted))
+        if job.score is None:
+            self._queue(job)
+            return
+        prompts = {emission.index: emission.prompt for emission in job.emissions}
+        for index, prompt in prompts.items():
+            self._scoring.append((job, index, prompt_logprobs(self.engine, prompt, job.score)))
+
+    def _queue(self, job: Job) -> None:
+        for emission in job.emissions:
+            if emission.finish_reason is not None:  # max_tokens is 0
+                output = emission.output()
+                self._deliver(StreamEvent(emission.index, [], "", "length", output, emission.sample))
+                continue
+            if self._batch is None:
+                capacity = max(capacity_for([emission]), min(_CAPACITY, self.engine.target.shape.max_positions))
+                self._batch = Batch(self.engine, self.engine.max_rows, capacity)
+            self._batch.submit(emission)
+
+    def _score(self) -> None:
+        job, index, chunks = self._scoring[0]
+        try:
+            found = next(chunks)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
+            self._drop(job, error)
+            return
+        if found is None:
+            return
+        self._scoring.popleft()
+        job.deliver(PromptScores(index, *found))
+        if not any(waiting is job for waiting, _, _ in self._scoring):
+            self._queue(job)
+
+    def _deliver(self, event: StreamEvent) -> None:
+        found = self._places.get((event.index, event.sample))
+        if found is None:
+            return  # dropped between two events of one step
+        job, emission, seen = found
+        if event.token_ids and event.error is None:
+            if seen.last is None:
+                self.metrics.began(emission)
+            self.metrics.stepped(emission, event, seen)
+            self.metrics.timed(seen, len(event.token_ids))
+        if event.output is not None:
+            self.metrics.finished(seen, event.output.finish_reason)
+        job.deliver(event)
+        if event.error is not None:
+            self._drop(job)
+        elif event.output is not None:
+            self._close(job, emission)
+
+    def _close(self, job: Job, emission: Emission) -> None:
+        del self._places[emission.index, emission.sample]
+        self._jobs[job].discard(emission)
+        with self._lock:
+            self._open -= 1
+        if not self._jobs[job]:
+            del self._jobs[job]
+
+    def _drop(self, job: Job, error: Exception | None = None) -> None:
+        """Ends what is left of a job, and tells it why if there is an error."""
+        for emission in list(self._jobs.get(job, ())):
+            if self._batch is not None:
+                self._batch.cancel(emission)
+            self._close(job, emission)
+            if error is not None:
+                job.deliver(error)
+                error = None
+        self._scoring = deque(entry for entry in self._scoring if entry[0] is not job)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self._jobs if job.deadline <= now]:
+            self._drop(job, TimeoutError(f"not finished after {job.deadline - job.submitted:.0f} s"))
+
+    def _end_all(self, error: Exception) -> None:
+        if self._batch is not None:
+            self._batch.clear()
+        for job in list(self._jobs):
+            self._drop(job, error)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._end_all(RuntimeError("the server is shutting down"))

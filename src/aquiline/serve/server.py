@@ -1,0 +1,341 @@
+"""The HTTP server: OpenAI's endpoints over the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, Response
+
+from aquiline.engine.emission import Emission
+from aquiline.engine.request import StreamEvent, fresh_seed
+from aquiline.engine.text import encode_prompt
+from aquiline.loading import Loaded
+from aquiline.serve.answers import Answer
+from aquiline.serve.asked import Asked, read_chat, read_completion
+from aquiline.serve.fields import ApiError, Disconnected, Fields, flag, parse_json, text, token_ids
+from aquiline.serve.guard import Guard
+from aquiline.serve.scheduler import Busy, Delivery, Job, Scheduler
+
+logger = logging.getLogger("aquiline")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server answers.
+
+    Attributes:
+        host: address that it binds.
+        port: port; 0 chooses a free one.
+        model: name of the model that clients send.
+        api_key: the key that requests must carry, or None.
+        origins: web pages (scheme://host:port) that may call it, beside its own.
+        max_queue: outputs that may wait for a slot.
+        timeout: seconds that a request may take, > 0.
+        max_body: largest body in bytes.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model: str = "model"
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()
+    max_queue: int = 64
+    timeout: float = 600.0
+    max_body: int = 4 << 20
+
+
+@dataclass(eq=False)
+class Server:
+    """What the endpoints share.
+
+    Attributes:
+        settings: the settings.
+        loaded: the model, or None while it loads.
+        scheduler: the worker, from the same moment on.
+        created: seconds since the epoch, in /v1/models.
+    """
+
+    settings: ServerSettings
+    loaded: Loaded | None = None
+    scheduler: Scheduler | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def ready(self, loaded: Loaded) -> None:
+        """Begins to serve a model."""
+        if loaded.tokenizer is None:
+            raise ValueError("a server needs a tokenizer; give a target folder that has one")
+        self.scheduler = Scheduler(loaded.engine, self.settings.max_queue, self.settings.model)
+        self.scheduler.start()
+        self.loaded = loaded
+
+    def close(self) -> None:
+        """Ends the worker."""
+        if self.scheduler is not None:
+            self.scheduler.stop()
+
+    @property
+    def app(self) -> Any:
+        """The ASGI application."""
+        return Guard(self._dispatch, self.settings, self._count_refusal)
+
+    async def _dispatch(self, scope: Any, receive: Any, send: Any) -> None:
+        path, method = scope["path"], "GET" if scope["method"] == "HEAD" else scope["method"]
+        routes = {
+            "/": ("GET", self._page),
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+            "/v1/models": ("GET", self._models),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completion),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+        }
+        if path.startswith("/v1/models/"):
+            path, routes = "", {"": ("GET", self._model)}
+        if path not in routes:
+            raise ApiError(404, f"there is no such path; allowed: {', '.join(routes)}", code="not_found")
+        allowed, endpoint = routes[path]
+        if method != allowed:
+            raise ApiError(405, f"the method is {method[:20]}; allowed: {allowed}", code="method_not_allowed")
+        response = await endpoint(HttpRequest(scope, receive))
+        await response(scope, receive, send)
+
+    def _count_refusal(self, status: int) -> None:
+        if self.scheduler is not None:
+            self.scheduler.metrics.refuse(status)
+
+    # -- what is asked for in passing -----------------------------------------------------------
+
+    def _parts(self) -> tuple[Loaded, Scheduler]:
+        if self.loaded is None or self.scheduler is None:
+            raise ApiError(503, "the model is still loading; try again shortly", "server_error", retry_after=5)
+        return self.loaded, self.scheduler
+
+    async def _page(self, request: HttpRequest) -> Response:
+        page = files("aquiline.serve").joinpath("page.html").read_text(encoding="utf-8")
+        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+        policy += "; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    async def _health(self, request: HttpRequest) -> Response:
+        self._parts()
+        return answer_json({"status": "ok"})
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        _, scheduler = self._parts()
+        return Response(scheduler.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, request: HttpRequest) -> Response:
+        return answer_json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: HttpRequest) -> Response:
+        self._check_model(request.scope["path"].removeprefix("/v1/models/"))
+        return answer_json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        loaded, _ = self._parts()
+        return {
+            "id": self.settings.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "aquiline",
+            "max_model_len": loaded.target.shape.max_positions,
+            "drafting": loaded.draft_name,
+        }
+
+    def _check_model(self, name: Any) -> None:
+        if name is not None and name != self.settings.model:
+            shown = json.dumps(name)[:100]
+            message = f"model is {shown}; allowed: {json.dumps(self.settings.model)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        loaded, _ = self._parts()
+        fields = Fields(parse_json(await request.body()))
+        fields.take("model", text)
+        prompt, special = fields.need("prompt", text), fields.take("add_special_tokens", flag, True)
+        fields.done()
+        try:
+            tokens = encode_prompt(loaded.tokenizer, prompt, raw=True) if prompt and special else None
+            if tokens is None:
+                tokens = loaded.tokenizer(prompt, add_special_tokens=special)["input_ids"]
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, f"prompt: {error}", param="prompt") from error
+        length = loaded.target.shape.max_positions
+        return answer_json({"tokens": tokens, "count": len(tokens), "max_model_len": length})
+
+    async def _detokenize(self, request: HttpRequest) -> Response:
+        loaded, _ = self._parts()
+        fields = Fields(parse_json(await request.body()))
+        fields.take("model", text)
+        tokens = fields.need("tokens", token_ids)
+        fields.done()
+        size = loaded.target.shape.vocab_size
+        outside = next((token for token in tokens if token >= size), None)
+        if outside is not None:
+            raise ApiError(400, f"tokens has {outside}; allowed: 0 … {size - 1}", param="tokens")
+        return answer_json({"prompt": loaded.tokenizer.decode(list(tokens))})
+
+    # -- completions -----------------------------------------------------------------------------
+
+    async def _chat(self, request: HttpRequest) -> Response:
+        return await self._complete(request, True, read_chat)
+
+    async def _completion(self, request: HttpRequest) -> Response:
+        return await self._complete(request, False, read_completion)
+
+    async def _complete(self, request: HttpRequest, chat: bool, read: Callable[[Loaded, Any], Asked]) -> Response:
+        loaded, scheduler = self._parts()
+        body = parse_json(await request.body())
+        if isinstance(body, dict):
+            self._check_model(body.get("model"))
+        # Tokenizing and compiling a grammar take a while: other requests go on meanwhile.
+        asked = await asyncio.to_thread(read, loaded, body)
+        emissions = await asyncio.to_thread(_emissions, loaded, scheduler, asked)
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        answer = Answer(chat, name, self.settings.model, asked, emissions, loaded.tokenizer)
+        run = _Run(scheduler, answer, asked, emissions, self.settings.timeout)
+        request.scope["aquiline"] = run.usage
+        deliveries = run.deliveries(request.receive)
+        try:
+            first = await anext(deliveries)
+        except BaseException:
+            await deliveries.aclose()
+            raise
+        if asked.stream:
+            return _EventStream(answer, first, deliveries)
+        answer.begin_whole()
+        answer.take(first)
+        async for delivery in deliveries:
+            answer.take(delivery)
+        return answer_json(answer.whole())
+
+
+def _emissions(loaded: Loaded, scheduler: Scheduler, asked: Asked) -> list[Emission]:
+    """The outputs of a request: n per prompt."""
+    count = sum(request.params.n for request in asked.requests)
+    if count > scheduler.limit:
+        raise ApiError(400, f"{count} outputs in one request; allowed: {scheduler.limit}; send fewer", param="n")
+    made = []
+    for request in asked.requests:
+        seed = fresh_seed() if request.params.seed is None else request.params.seed
+        index = scheduler.next_index()
+        made += [Emission(loaded.engine, request, index, sample, seed) for sample in range(request.params.n)]
+    return made
+
+
+@dataclass(eq=False)
+class _Run:
+    """One request on its way through the scheduler."""
+
+    scheduler: Scheduler
+    answer: Answer
+    asked: Asked
+    emissions: list[Emission]
+    timeout: float
+
+    def usage(self) -> dict[str, Any]:
+        """What the access log says of it."""
+        found = self.answer.usage()
+        return {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
+
+    async def deliveries(self, receive: Callable[[], Awaitable[Any]]) -> AsyncGenerator[Any, None]:
+        """Submits the job and yields what it receives; leaving it, or the client's leaving, cancels the job.
+
+        Raises:
+            ApiError: if the job ends with an error.
+            Disconnected: if the client leaves.
+        """
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Delivery]()
+
+        def deliver(delivery: Delivery) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(arrived.put_nowait, delivery)
+
+        score = self.asked.requests[0].params.logprobs if self.asked.echo else None
+        now = time.monotonic()
+        job = Job(self.emissions, deliver, now + self.timeout, score, now)
+        try:
+            self.scheduler.submit(job)
+        except Busy as error:
+            raise ApiError(429, str(error), "rate_limit_error", code="queue_full", retry_after=1) from error
+        gone = asyncio.ensure_future(_disconnect(receive))
+        gone.add_done_callback(lambda _: arrived.put_nowait(Disconnected()))
+        left = len(self.emissions)
+        try:
+            while left:
+                delivery = await arrived.get()
+                if isinstance(delivery, Exception):
+                    raise delivery if isinstance(delivery, Disconnected) else _worded(delivery)
+                if isinstance(delivery, StreamEvent):
+                    if delivery.error is not None:
+                        raise _worded(delivery.error)
+                    left -= delivery.output is not None
+                yield delivery
+        finally:
+            gone.cancel()
+            if left:
+                self.scheduler.cancel(job)
+
+
+async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _worded(error: Exception) -> ApiError:
+    """The error that a client sees for what ended its request."""
+    if isinstance(error, TimeoutError):
+        return ApiError(504, f"{error}; ask for fewer tokens, or raise the server's --timeout", "timeout_error")
+    if isinstance(error, MemoryError):
+        return ApiError(503, "the server ran out of memory; send less or try later", "server_error", retry_after=10)
+    if isinstance(error, ValueError):  # logit_bias bars every token, for example
+        return ApiError(400, str(error))
+    return ApiError(500, "the server failed; see its log", "server_error")
+
+
+class _EventStream(Response):
+    """Server-sent events for what a run delivers."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, first: Any, deliveries: AsyncGenerator[Any, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answer, self._first, self._deliveries = answer, first, deliveries
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def write(chunks: list[dict[str, Any]]) -> None:
+            data = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            await write([*self._answer.first(), *self._answer.take(self._first)])
+            async for delivery in self._deliveries:
+                await write(self._answer.take(delivery))
+            await write(self._answer.last())
+        except ApiError as error:
+            await write([error.body])
+        except Disconnected:
+            return
+        finally:
+            await self._deliveries.aclose()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def answer_json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer; lone surrogates in a client's own words stay escaped."""
+    return Response(json.dumps(body), status, headers, "application/json")
