@@ -98,17 +98,18 @@ class Emission:
         """True if log-probabilities were requested."""
         return self.params.logprobs is not None
 
-    def take(self, tokens: Sequence[int], logits: Tensor | None, sources: Sequence[str]) -> StreamEvent:
+    def take(self, tokens: Sequence[int], logits: Tensor | None, sources: Sequence[str] = ()) -> StreamEvent:
         """Adds the tokens of one step.
 
         Args:
             tokens: at least one token; tokens after the first stop are dropped.
             logits: (len(tokens), V), the logits they were chosen from; needed if `wants_logits`.
-            sources: what drafted each token, or "target".
+            sources: what drafted each token, or "target"; empty: all are the target's.
         """
         new: list[int] = []
         pieces: list[str] = []
-        for token, source in zip(tokens[: self.remaining], sources, strict=False):
+        named = sources or ["target"] * len(tokens)
+        for token, source in zip(tokens[: self.remaining], named, strict=False):
             new.append(token)
             self.sources[source] += 1
             if self._provenance is not None:
