@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.tree import to_device
+
 _BUCKET = 64
 """Capacities are multiples of this, so that a growing context reallocates rarely."""
 
@@ -127,7 +129,7 @@ def new_cache(
     )
 
 
-def commit(cache: KVCache, path: Tensor, rows: Sequence[int]) -> None:
+def commit(cache: KVCache, path: Tensor, rows: Sequence[int], moved: Tensor | None = None) -> None:
     """Keeps the accepted nodes of the last forward and discards the rest.
 
     The forward wrote node i of row b into slot ``lengths[b] + i``. The nodes on the accepted
@@ -136,17 +138,19 @@ def commit(cache: KVCache, path: Tensor, rows: Sequence[int]) -> None:
 
     Args:
         cache: the cache that the forward wrote into.
-        path: (B, A) int64 node indices in increasing order, root first, padded with -1.
+        path: (B, A) int64 node indices in increasing order, root first, padded with -1; on the CPU.
         rows: the B rows of the forward.
+        moved: `path` on the cache's device, where it is there already.
 
     Mutates: content and lengths of `cache`.
     """
-    for row, nodes in zip(rows, path.tolist(), strict=True):
+    for i, (row, nodes) in enumerate(zip(rows, path.tolist(), strict=True)):
         kept = [node for node in nodes if node >= 0]
         start = int(cache.lengths[row])
-        first_moved = next((i for i, node in enumerate(kept) if node != i), len(kept))
+        first_moved = next((place for place, node in enumerate(kept) if node != place), len(kept))
         if first_moved < len(kept):
-            source = torch.tensor(kept[first_moved:], device=cache.key_block.device) + start
+            moved = to_device(cache.key_block.device, path)[0] if moved is None else moved
+            source = moved[i, first_moved : len(kept)] + start
             target = slice(start + first_moved, start + len(kept))
             for block in (cache.key_block, cache.value_block):
                 block[:, row, :, target] = block[:, row].index_select(2, source)

@@ -146,7 +146,7 @@ def prefill_chunks(
             if drafter:
                 text = occupant.tokens[: stop + 1]
                 rows = Rows([slot], [text], [occupant.chooser], generator=state.generator)
-                shifted = torch.tensor([text[start + 1 :]], device=target.device)
+                shifted = torch.tensor([text[start + 1 :]], dtype=torch.int64, device=target.device)
                 drafter.extend(Committed(rows, shifted, out.features, [stop - start]), state.drafter_state)
         start = stop
         if last:
@@ -200,7 +200,7 @@ def step(
     asked = [occupant.drafting for occupant in occupants]
     rows = Rows(slots, texts, choosers, max_depth, state.generator, () if all(wish.usual for wish in asked) else asked)
     with stats.timed("draft"):
-        tree = _propose(target, drafter, rows, state.drafter_state)
+        tree = _propose(drafter, rows, state.drafter_state)
     with stats.timed("target"):
         out = _forward_tree(target, tree, state.cache, slots, drafter.needs.features if drafter else ())
     with stats.timed("accept"):
@@ -208,19 +208,22 @@ def step(
         paths = [[node for node in path if node >= 0] for path in acceptance.path.tolist()]
         emitted = _emitted(tree, paths, acceptance)
     with stats.timed("commit"):
-        commit(state.cache, acceptance.path, slots)
-        for text, tokens in zip(texts, emitted, strict=True):
-            text.extend(tokens)
-    if drafter is not None:
+        nodes, following = _uploaded(target, acceptance, emitted) if drafter else (None, None)
+        commit(state.cache, acceptance.path, slots, nodes)
+        for text, new in zip(texts, emitted, strict=True):
+            text.extend(new)
+    if drafter is not None and nodes is not None and following is not None:
         with stats.timed("extend"):
-            drafter.extend(_committed(rows, tree, out, acceptance, emitted), state.drafter_state)
+            features = None if out.features is None else _at_path(out.features, nodes)
+            counts = [len(new) for new in emitted]
+            drafter.extend(Committed(rows, following, features, counts, tree, out.logits), state.drafter_state)
     _count(tree, paths, occupants, lossy is not None and not lossy.exact)
     names = trees.node_sources(tree, drafter.needs.source if drafter else "target")
     return [
         StepResult(
             slot,
             tokens,
-            out.logits[i, path] if keep_logits else None,
+            out.logits[i, trees.index_on(target.device, *path)] if keep_logits else None,
             [*(names[i][node] for node in path[1:]), "target"],
         )
         for i, (slot, tokens, path) in enumerate(zip(slots, emitted, paths, strict=True))
@@ -241,21 +244,22 @@ def _occupant(state: DecodeState, slot: int) -> Occupant:
     return occupant
 
 
-def _propose(target: Target, drafter: Drafter | None, rows: Rows, drafter_state: Any) -> DraftTree:
+def _propose(drafter: Drafter | None, rows: Rows, drafter_state: Any) -> DraftTree:
     if rows.max_depth == 0:
-        return trees.root_only(rows.roots, target.device)
-    return trees.on_device(propose_as_asked(drafter, rows, drafter_state), target.device)
+        return trees.root_only(rows.roots)
+    return trees.on_host(propose_as_asked(drafter, rows, drafter_state))
 
 
 def _forward_tree(
     target: Target, tree: DraftTree, cache: KVCache, slots: Sequence[int], features: Sequence[Feature]
 ) -> TargetOutput:
-    lengths = cache.lengths[list(slots)].to(tree.tokens.device)
+    lengths = cache.lengths[list(slots)][:, None]
     if trees.is_chain(tree):
-        offsets = torch.arange(tree.size, device=tree.tokens.device)
-        return target.forward(tree.tokens, lengths[:, None] + offsets, None, cache, slots, features)
-    positions = lengths[:, None] + trees.depths(tree.parents)
-    return target.forward(tree.tokens, positions, trees.ancestors(tree.parents), cache, slots, features)
+        tokens, positions = trees.to_device(target.device, tree.tokens, lengths + torch.arange(tree.size))
+        return target.forward(tokens, positions, None, cache, slots, features)
+    positions, ancestors = lengths + trees.depths(tree.parents), trees.ancestors(tree.parents)
+    tokens, positions, ancestors = trees.to_device(target.device, tree.tokens, positions, ancestors)
+    return target.forward(tokens, positions, ancestors, cache, slots, features)
 
 
 def _accept(tree: DraftTree, logits: Tensor, rows: Rows, lossy: LossyRule | None) -> Acceptance:
@@ -271,18 +275,17 @@ def _emitted(tree: DraftTree, paths: Sequence[Sequence[int]], acceptance: Accept
     return [[*(tokens[i][node] for node in path[1:]), following[i]] for i, path in enumerate(paths)]
 
 
-def _committed(
-    rows: Rows, tree: DraftTree, out: TargetOutput, acceptance: Acceptance, emitted: Sequence[Sequence[int]]
-) -> Committed:
-    """Collects the committed positions: the feature at each node of the path, and the token after it."""
+def _uploaded(target: Target, acceptance: Acceptance, emitted: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Returns the accepted path and the emitted tokens, both (B, A) int64 and padded, on the target's device."""
     width = acceptance.path.shape[1]
-    device = acceptance.next_token.device
-    tokens = torch.tensor([[*t, *[0] * (width - len(t))] for t in emitted], device=device)
-    features = None
-    if out.features is not None:
-        index = acceptance.path.clamp(min=0).to(device)
-        features = out.features.gather(1, index[:, :, None].expand(-1, -1, out.features.shape[-1]))
-    return Committed(rows, tokens, features, [len(t) for t in emitted], tree, out.logits)
+    tokens = torch.tensor([[*new, *[0] * (width - len(new))] for new in emitted], dtype=torch.int64)
+    nodes, following = trees.to_device(target.device, acceptance.path, tokens)
+    return nodes, following
+
+
+def _at_path(features: Tensor, path: Tensor) -> Tensor:
+    """The features (B, N, F) at the nodes of the path, (B, A, F)."""
+    return features.gather(1, path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1]))
 
 
 def _count(tree: DraftTree, paths: Sequence[Sequence[int]], occupants: Sequence[Occupant], lossy: bool) -> None:

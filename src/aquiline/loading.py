@@ -147,7 +147,7 @@ def load(
         tree: `Chain`, `StaticTree` or `DynamicTree`, the text of one ("chain:4,0.15", "dynamic:32,5,8"), or a file
             written by `aquiline tune`; None lets the device decide.
         tokenizer: required for text prompts if `target` is a transformers model.
-        dtype: of the weights; None chooses bfloat16 where it is fast, else float32.
+        dtype: of the weights; None chooses bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere.
         device: where the target runs.
         packed: use the fast CPU copy if this machine supports it.
         exact: keep a token's bits independent of the rest of its forward in the packed copy; None

@@ -12,7 +12,8 @@ visits every parent before its children::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """A batch of B draft trees, padded to N nodes.
+
+    The tensors lie on the CPU, where the loop reads them without waiting for a device;
+    `draft_probs` alone stays where it was computed.
 
     Attributes:
         tokens: (B, N) int64, target vocabulary ids; node 0 is the root.
@@ -51,35 +55,31 @@ class DraftTree:
         return self.tokens.shape[1]
 
 
-def root_only(roots: Sequence[int], device: torch.device | str = "cpu") -> DraftTree:
+def root_only(roots: Sequence[int]) -> DraftTree:
     """Returns the tree of plain decoding: the root alone.
 
     Args:
         roots: B last emitted tokens.
-        device: where the tensors are made.
     """
-    return from_lists([([root], [-1]) for root in roots], device)
+    return from_lists([([root], [-1]) for root in roots])
 
 
 def from_lists(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
-    device: torch.device | str = "cpu",
-    sources: Sequence[Sequence[str]] | None = None,
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]], sources: Sequence[Sequence[str]] | None = None
 ) -> DraftTree:
     """Packs per-row ``(tokens, parents)`` lists into one padded tree.
 
     Args:
         rows: B pairs; each starts with the root (parent -1).
-        device: where the tensors are made.
         sources: per row and node, what drafted it; see `DraftTree`.
     """
     width = max(len(tokens) for tokens, _ in rows)
-    tokens = [list(t) + [0] * (width - len(t)) for t, _ in rows]
-    parents = [list(p) + [-1] * (width - len(p)) for _, p in rows]
+    tokens = [[*t, *[0] * (width - len(t))] for t, _ in rows]
+    parents = [[*p, *[-1] * (width - len(p))] for _, p in rows]
     return DraftTree(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        parents=torch.tensor(parents, dtype=torch.int64, device=device),
-        num_nodes=torch.tensor([len(t) for t, _ in rows], dtype=torch.int64, device=device),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        parents=torch.tensor(parents, dtype=torch.int64),
+        num_nodes=torch.tensor([len(t) for t, _ in rows], dtype=torch.int64),
         sources=sources,
     )
 
@@ -98,35 +98,61 @@ def node_sources(tree: DraftTree, source: str) -> list[list[str]]:
     return [list(names[:count]) for names, count in zip(tree.sources, counts, strict=True)]
 
 
-def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
-    """Moves a tree's tensors to `device`; the tree itself where they are there already."""
-    if tree.tokens.device == device:
+def on_host(tree: DraftTree) -> DraftTree:
+    """Moves a tree to the CPU, except for `draft_probs`; the tree itself where it is there already."""
+    if tree.tokens.device.type == "cpu":
         return tree
-    optional = {name: getattr(tree, name) for name in ("log_probs", "draft_probs", "num_candidates")}
-    moved = {name: None if tensor is None else tensor.to(device) for name, tensor in optional.items()}
-    return DraftTree(
-        tree.tokens.to(device), tree.parents.to(device), tree.num_nodes.to(device), **moved, sources=tree.sources
-    )
+    found = {field.name: getattr(tree, field.name) for field in fields(tree) if field.name != "draft_probs"}
+    return replace(tree, **{name: part.cpu() for name, part in found.items() if isinstance(part, Tensor)})
+
+
+def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Copies CPU tensors to a device, all of them in one copy; returns them as they are for the CPU.
+
+    Args:
+        device: where to.
+        tensors: those with the widest elements first, which keeps all of them aligned.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    moved = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(moved, tensors, strict=True)]
+
+
+@lru_cache(maxsize=512)
+def index_on(device: torch.device, *indices: int) -> Tensor:
+    """Returns indices as an int64 tensor, copied to the device once: rows and static trees repeat their indices."""
+    return torch.tensor(indices, dtype=torch.int64, device=device)
+
+
+def select(device: torch.device, rows: Sequence[int]) -> slice | Tensor:
+    """Returns what picks `rows` along an axis: a slice where they are neighbours, so that reads are views."""
+    first = rows[0]
+    if all(row == first + i for i, row in enumerate(rows)):
+        return slice(first, first + len(rows))
+    return index_on(device, *rows)
 
 
 def is_chain(tree: DraftTree) -> bool:
     """True if every row is one unpadded chain, so that plain causal attention fits it."""
-    expected = torch.arange(-1, tree.size - 1, device=tree.parents.device)
-    return bool((tree.parents == expected).all())
+    chain = list(range(-1, tree.size - 1))
+    return all(parents == chain for parents in tree.parents.tolist())
 
 
 def depths(parents: Tensor) -> Tensor:
     """Returns (B, N) int64 levels below the root; the root and padding have 0.
 
     Args:
-        parents: (B, N) int64 with ``parents[:, i] < i``, -1 for the root and padding.
+        parents: (B, N) int64 on the CPU with ``parents[:, i] < i``, -1 for the root and padding.
     """
-    result = torch.zeros_like(parents)
-    for node in range(1, parents.shape[1]):
-        parent = parents[:, node]
-        above = result.gather(1, parent.clamp(min=0)[:, None])[:, 0] + 1
-        result[:, node] = torch.where(parent < 0, torch.zeros_like(above), above)
-    return result
+    result = []
+    for row in parents.tolist():
+        levels: list[int] = []
+        for parent in row:
+            levels.append(levels[parent] + 1 if parent >= 0 else 0)
+        result.append(levels)
+    return torch.tensor(result, dtype=torch.int64)
 
 
 def ancestors(parents: Tensor) -> Tensor:
@@ -134,12 +160,17 @@ def ancestors(parents: Tensor) -> Tensor:
 
     True on the diagonal and for every node on the path from the root to i. Padding nodes
     (parent -1, not node 0) attend to themselves alone.
+
+    Args:
+        parents: as for `depths`.
     """
     batch, size = parents.shape
-    result = torch.eye(size, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    rows = torch.arange(batch, device=parents.device)
-    for node in range(1, size):
-        parent = parents[:, node]
-        inherited = result[rows, parent.clamp(min=0)] & (parent >= 0)[:, None]
-        result[:, node] |= inherited
-    return result
+    seen = bytearray()
+    for row in parents.tolist():
+        lines: list[bytearray] = []
+        for node, parent in enumerate(row):
+            line = lines[parent].copy() if parent >= 0 else bytearray(size)
+            line[node] = 1
+            lines.append(line)
+        seen += b"".join(lines)
+    return torch.frombuffer(seen, dtype=torch.bool).view(batch, size, size)

@@ -19,7 +19,7 @@ from aquiline.tree import DraftTree
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
-    """Result of verifying a batch of trees.
+    """Result of verifying a batch of trees, on the CPU.
 
     Attributes:
         path: (B, A) int64 accepted node indices, root first, padded with -1.
@@ -32,14 +32,14 @@ class Acceptance:
     next_token: Tensor
 
 
-def pack(paths: Sequence[Sequence[int]], next_tokens: Sequence[int], device: torch.device) -> Acceptance:
+def pack(paths: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> Acceptance:
     """Builds an `Acceptance` from per-row lists."""
     width = max(len(path) for path in paths)
-    padded = [list(path) + [-1] * (width - len(path)) for path in paths]
+    padded = [[*path, *[-1] * (width - len(path))] for path in paths]
     return Acceptance(
         path=torch.tensor(padded, dtype=torch.int64),
         num_accepted=torch.tensor([len(path) - 1 for path in paths], dtype=torch.int64),
-        next_token=torch.tensor(next_tokens, dtype=torch.int64, device=device),
+        next_token=torch.tensor(next_tokens, dtype=torch.int64),
     )
 
 
@@ -77,7 +77,7 @@ def accept(
         path, token = _walk(children[row], choose)
         paths.append(path)
         next_tokens.append(token)
-    return pack(paths, next_tokens, logits.device)
+    return pack(paths, next_tokens)
 
 
 def _best(logits: Tensor) -> list[list[int]]:
@@ -157,7 +157,7 @@ def accept_sampled(
         while token < 0:
             below = [i for i in range(1, counts[row]) if parents[row][i] == node]
             p = _law(chooser, logits[row, node], [*prefixes[row], *taken])
-            q = tree.draft_probs[row, node].double()
+            q = tree.draft_probs[row, node].cpu().double()
             entered, p = _rounds([tokens[row][i] for i in below], p, q, generator)
             if entered is None:
                 token = int(torch.multinomial(p, 1, generator=generator))
@@ -167,14 +167,17 @@ def accept_sampled(
                 taken.append(tokens[row][node])
         paths.append(path)
         next_tokens.append(token)
-    return pack(paths, next_tokens, logits.device)
+    return pack(paths, next_tokens)
 
 
 def _law(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Tensor:
-    """Returns the (V,) float64 distribution of the target's token; one-hot at temperature 0."""
+    """Returns the (V,) float64 distribution of the target's token, on the CPU; one-hot at temperature 0.
+
+    A visited node is copied once: the rounds read single numbers, and MPS has no float64.
+    """
     if chooser.params.temperature > 0:
-        return chooser.probabilities(logits, prefix).double()
-    certain = torch.zeros_like(logits, dtype=torch.float64)
+        return chooser.probabilities(logits, prefix).cpu().double()
+    certain = torch.zeros(logits.shape, dtype=torch.float64)
     certain[chooser(logits, prefix)] = 1
     return certain
 
@@ -278,7 +281,7 @@ def accept_lossy(
             path.append(child)
             prefix.append(tokens[row][child])
             node = child
-    return pack(paths, next_tokens, logits.device)
+    return pack(paths, next_tokens)
 
 
 def _enter_threshold(

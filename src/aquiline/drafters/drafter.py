@@ -145,7 +145,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: Rows, state: Any) -> DraftTree:
-        """Builds one tree per row below its root, on any device.
+        """Builds one tree per row below its root.
 
         Args:
             rows: the rows; `extend` has received all of their texts.

@@ -12,15 +12,15 @@ from torch import Tensor
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
 from aquiline.drafters.drafter import Committed, Needs, Rows
-from aquiline.drafters.eagle_network import DraftHead, EagleNetwork, Network, forward_network, new_draft_cache
+from aquiline.drafters.eagle_network import DraftHead, EagleNetwork, Network, forward_network, head_on, new_draft_cache
 from aquiline.drafters.packed import PackedNetwork, packed_network
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
 from aquiline.drafters.trees import (
     Chain,
     DynamicTree,
+    Pool,
     StaticTree,
     TreePolicy,
-    best_nodes,
     fill_tree,
     parents_of,
     paths_of,
@@ -47,15 +47,6 @@ class EagleState:
     pending: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _Pool:
-    """Candidate nodes of one row in order of creation, parents first."""
-
-    tokens: list[int]
-    parents: list[int]  # index into the pool, -1 for the root
-    scores: list[float]
-
-
 class EagleDrafter:
     """Drafts with an EAGLE head.
 
@@ -63,7 +54,7 @@ class EagleDrafter:
     while drafting lie beyond the committed length and are overwritten.
 
     Args:
-        head: the draft head.
+        head: the draft head; its network moves to the target's device.
         target: provides embeddings, and for EAGLE-1/2 the LM head.
         policy: the shape of the trees.
         sampled: for rows that sample, draw children instead of taking the likeliest (EAGLE-1's
@@ -80,7 +71,8 @@ class EagleDrafter:
             raise ValueError("sampled drafts need a tree of fixed shape; use a chain or a static tree")
         if sampled and isinstance(policy, StaticTree):
             check_ranks(policy)
-        self.head, self.target, self.policy = head, target, policy
+        self.head = head = head_on(head, target.device)
+        self.target, self.policy = target, policy
         self.needs = Needs(features=head.config.features, samples=sampled)
         weight = head.network.fc.weight
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
@@ -122,7 +114,7 @@ class EagleDrafter:
         self._flush(rows.slots, state)
         depth = rows.depth(self.policy.depth)
         if depth < 1:
-            return trees.root_only(rows.roots, self.target.device)
+            return trees.root_only(rows.roots)
         drawn = self.needs.samples and rows.sample
         if isinstance(self.policy, DynamicTree) or (isinstance(self.policy, Chain) and not drawn):
             return self._dynamic(rows, state, _fitted(self.policy, depth))
@@ -149,15 +141,14 @@ class EagleDrafter:
         else:
             tokens = torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) for t, _ in pieces])
             features = torch.stack([torch.nn.functional.pad(f, (0, 0, 0, width - len(f))) for _, f in pieces])
-        starts = state.cache.lengths[waiting].to(tokens.device)
-        positions = starts[:, None] + torch.arange(width, device=tokens.device)
-        network = self._network
+        positions = state.cache.lengths[waiting][:, None] + torch.arange(width)
+        positions, last = trees.to_device(tokens.device, positions, torch.tensor(counts)[:, None] - 1)
+        network, at = self._network, trees.select(tokens.device, waiting)
         fused = network.fuse(features.to(self._rotary.dtype))
         stream = self._forward(tokens, fused, positions, None, state.cache, waiting)
-        last = torch.tensor(counts, device=tokens.device) - 1
-        at_last = stream[torch.arange(len(waiting), device=tokens.device), last]
-        state.hidden[waiting] = network.feedback(at_last)
-        state.logits[waiting] = self._logits(at_last).float()
+        at_last = stream.gather(1, last[:, :, None].expand(-1, -1, stream.shape[2]))[:, 0]
+        state.hidden[at] = network.feedback(at_last)
+        state.logits[at] = self._logits(at_last).float()
         for slot, count in zip(waiting, counts, strict=True):
             commit(state.cache, torch.arange(count)[None], [slot])
             state.pending[slot].clear()
@@ -195,30 +186,28 @@ class EagleDrafter:
 
     def _dynamic(self, rows: Rows, state: EagleState, policy: DynamicTree) -> DraftTree:
         """EAGLE-2: expands the best `top_k` nodes of each level, then reranks the whole pool."""
-        slots, root = list(rows.slots), torch.tensor(rows.roots, device=self.target.device)
-        k, limit = policy.top_k, policy.num_nodes - 1
+        at, k, limit = trees.select(self.target.device, rows.slots), policy.top_k, policy.num_nodes - 1
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
-        scores, tokens = self._candidates(state.logits[slots], k)  # (B, k) each
-        pools = [_Pool(t, [-1] * len(t), s) for t, s in zip(tokens.tolist(), scores.tolist(), strict=True)]
-        level = _Level(tokens, state.hidden[slots][:, None].expand(-1, k, -1), _eye(len(slots), k, root.device), 0)
-        indices = [list(range(k)) for _ in slots]  # pool index of each node of the level
+        scores, tokens = self._candidates(state.logits[at], k)  # (B, k) each
+        level = _first_level(tokens, state.hidden[at][:, None])
+        pool = Pool([tokens], [scores], [])
+        index = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)  # the level in the pool
         for depth in range(1, policy.depth):
-            if _settled(pools, [max(s) for s in scores.tolist()], limit, floor):
+            # The host waits for the device in each test, so a device is asked once.
+            if (depth == 1 or tokens.device.type == "cpu") and pool.settled(scores, limit, floor):
                 break
-            stream = self._feed(level, depth, slots, state)
+            stream = self._feed(level, depth, rows.slots, state)
             child_scores, child_tokens = self._candidates(self._logits(stream), k)
-            joint = (scores[:, :, None] + child_scores).flatten(1)  # (B, width * k)
-            child_tokens = child_tokens.flatten(1)
-            base = len(pools[0].tokens)
-            for pool, t, s, parents in zip(pools, child_tokens.tolist(), joint.tolist(), indices, strict=True):
-                pool.tokens += t
-                pool.scores += s
-                pool.parents += [parent for parent in parents for _ in range(k)]
+            joint, child_tokens = (scores[:, :, None] + child_scores).flatten(1), child_tokens.flatten(1)  # (B, W * k)
+            base = pool.add(child_tokens, joint, index)
+            feedback = self._network.feedback(stream)
+            if joint.shape[1] == 1:
+                scores, level, index = joint, level.after(child_tokens, feedback), index + 1
+                continue
             picked = joint.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            scores = joint.gather(1, picked)
-            level = level.below(child_tokens.gather(1, picked), self._network.feedback(stream), picked // k)
-            indices = (base + picked).tolist()
-        return _assemble(root, pools, limit, floor)
+            scores, index = joint.gather(1, picked), picked + base
+            level = level.below(child_tokens.gather(1, picked), feedback, picked // k)
+        return pool.best(rows.roots, limit, floor)
 
     def _static(
         self,
@@ -228,23 +217,23 @@ class EagleDrafter:
         draws: DrawnCandidates | None = None,
     ) -> DraftTree:
         """EAGLE-1: fills a fixed tree with the tokens of given ranks, or drawn in that order."""
-        slots, parents = list(rows.slots), parents_of(paths)
-        root = torch.tensor(rows.roots, device=self.target.device)
-        logits, feedback = state.logits[slots][:, None], state.hidden[slots][:, None]
+        parents, device = parents_of(paths), self.target.device
+        at, root = trees.select(device, rows.slots), torch.tensor(rows.roots, dtype=torch.int64, device=device)
+        logits, feedback = state.logits[at][:, None], state.hidden[at][:, None]
         level: _Level | None = None
         above: list[int] = []  # the level's nodes
 
         def candidates(depth: int, nodes: Sequence[int], tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
             nonlocal logits, feedback, level, above
             if depth > 1:
-                fed, width = tokens[:, list(nodes)], len(nodes)
+                fed = tokens[:, trees.index_on(device, *nodes)]
                 if level is None:
-                    level = _Level(fed, feedback.expand(-1, width, -1), _eye(len(slots), width, root.device), 0)
+                    level = _first_level(fed, feedback)
                 else:
-                    fathers = torch.tensor([above.index(parents[node]) for node in nodes], device=root.device)
-                    level = level.below(fed, feedback, fathers.expand(len(slots), -1))
+                    fathers = trees.index_on(device, *(above.index(parents[node]) for node in nodes))
+                    level = level.below(fed, feedback, fathers.expand(len(root), -1))
                 above = list(nodes)
-                stream = self._feed(level, depth - 1, slots, state)
+                stream = self._feed(level, depth - 1, rows.slots, state)
                 logits, feedback = self._logits(stream), self._network.feedback(stream)
             return self._candidates(logits, count) if draws is None else draws(logits, count, nodes, tokens, parents)
 
@@ -252,12 +241,9 @@ class EagleDrafter:
 
     def _feed(self, level: _Level, depth: int, slots: Sequence[int], state: EagleState) -> Tensor:
         """Runs one level of the tree, (B, W) nodes at `depth`, through the network: (B, W, H)."""
-        width = level.tokens.shape[1]
-        starts = state.cache.lengths[list(slots)].to(level.tokens.device)
-        positions = (starts + depth - 1)[:, None].expand(-1, width)
-        # A chain sees everything before it and needs no mask.
-        visible = None if width == 1 and level.visible.shape[2] == depth else level.visible
-        return self._forward(level.tokens, level.hidden, positions, visible, state.cache, slots, level.offset)
+        starts = trees.index_on(level.tokens.device, *state.cache.lengths[list(slots)].tolist())
+        positions = (starts[:, None] + depth - 1).expand(-1, level.tokens.shape[1])
+        return self._forward(level.tokens, level.hidden, positions, level.visible, state.cache, slots, level.offset)
 
     def _candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest (log-probability float32, target id) of each node."""
@@ -281,49 +267,43 @@ class _Level:
     Attributes:
         tokens: (B, W) int64.
         hidden: (B, W, H) feedback of their parents.
-        visible: (B, W, offset + W) bool over the slots of all levels fed so far and this one.
+        visible: (B, W, offset + W) bool over the slots of all levels fed so far and this one; None for
+            a chain, which sees all of them.
         offset: slots of earlier levels.
     """
 
     tokens: Tensor
     hidden: Tensor
-    visible: Tensor
+    visible: Tensor | None
     offset: int
+
+    def after(self, tokens: Tensor, feedback: Tensor) -> _Level:
+        """Builds the next level of a chain, (B, 1)."""
+        return _Level(tokens, feedback, None, self.offset + 1)
 
     def below(self, tokens: Tensor, feedback: Tensor, parents: Tensor) -> _Level:
         """Builds the next level; `parents` (B, W') index this level's nodes, with `feedback` (B, W, H)."""
-        width = tokens.shape[1]
-        inherited = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.shape[2]))
+        width, offset = tokens.shape[1], self.offset + self.tokens.shape[1]
+        if self.visible is None and width == 1:
+            return self.after(tokens, feedback)
+        seen = self.visible
+        if seen is None:
+            seen = torch.ones(len(tokens), 1, offset, dtype=torch.bool, device=tokens.device)
+        inherited = seen.gather(1, parents[:, :, None].expand(-1, -1, offset))
         return _Level(
             tokens=tokens,
             hidden=feedback.gather(1, parents[:, :, None].expand(-1, -1, feedback.shape[2])),
             visible=torch.cat((inherited, _eye(len(tokens), width, tokens.device)), dim=2),
-            offset=self.offset + self.tokens.shape[1],
+            offset=offset,
         )
+
+
+def _first_level(tokens: Tensor, feedback: Tensor) -> _Level:
+    """Builds the level below the root: tokens (B, W), `feedback` (B, 1, H) is the root's."""
+    width = tokens.shape[1]
+    visible = None if width == 1 else _eye(len(tokens), width, tokens.device)
+    return _Level(tokens, feedback.expand(-1, width, -1), visible, 0)
 
 
 def _eye(batch: int, width: int, device: torch.device) -> Tensor:
     return torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
-
-
-def _settled(pools: Sequence[_Pool], best: Sequence[float], limit: int, floor: float) -> bool:
-    """True if no child of the level could be kept, since its score cannot exceed its parent's."""
-    for pool, score in zip(pools, best, strict=True):
-        if score < floor:
-            continue
-        if len(pool.scores) < limit or sorted(pool.scores, reverse=True)[limit - 1] < score:
-            return False
-    return True
-
-
-def _assemble(root: Tensor, pools: Sequence[_Pool], limit: int, floor: float) -> DraftTree:
-    """Reranks each row's pool and packs the best nodes under the root."""
-    rows, scores = [], []
-    for token, pool in zip(root.tolist(), pools, strict=True):
-        kept = best_nodes(pool.scores, limit, floor)
-        index = {-1: 0} | {old: new + 1 for new, old in enumerate(kept)}
-        rows.append(([token] + [pool.tokens[i] for i in kept], [-1] + [index[pool.parents[i]] for i in kept]))
-        scores.append([0.0] + [pool.scores[i] for i in kept])
-    tree = trees.from_lists(rows, root.device)
-    padded = [s + [-math.inf] * (tree.size - len(s)) for s in scores]
-    return replace(tree, log_probs=torch.tensor(padded, device=root.device))

@@ -18,7 +18,7 @@ Source: EAGLE (arXiv 2401.15077 §4), EAGLE-3 (arXiv 2503.01840 §3), EAGLE 3.1 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -219,6 +219,17 @@ class DraftHead:
     @property
     def config(self) -> HeadConfig:
         return self.network.config
+
+
+def head_on(head: DraftHead, device: torch.device) -> DraftHead:
+    """Moves a head to a device; mutates the network, which moves in place."""
+    mapping, embedding = head.draft_to_target, head.embedding
+    return replace(
+        head,
+        network=head.network.to(device),
+        draft_to_target=None if mapping is None else mapping.to(device),
+        embedding=None if embedding is None else embedding.to(device),
+    )
 
 
 def build_network(config: HeadConfig) -> Network:

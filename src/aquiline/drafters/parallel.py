@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,14 @@ class ParallelHeads:
         return logits if self.draft_to_target is None else logits[..., self.draft_to_target]
 
 
+def heads_on(heads: ParallelHeads, device: torch.device) -> ParallelHeads:
+    """Moves heads to a device; mutates the network, which moves in place."""
+    mapping = heads.draft_to_target
+    return replace(
+        heads, network=heads.network.to(device), draft_to_target=None if mapping is None else mapping.to(device)
+    )
+
+
 @dataclass(eq=False)
 class ParallelState:
     """The last feature of each slot, (slots, H)."""
@@ -96,9 +104,9 @@ class ParallelDrafter:
             )
         if isinstance(policy, Chain) and policy.min_prob:
             raise ValueError(f"{config.kind} heads draft chains of fixed length; min_prob must be 0")
-        self.heads, self.target, self.policy = heads, target, policy
+        self.heads, self.target, self.policy = heads_on(heads, target.device), target, policy
         reduced = heads.draft_to_target is not None and not config.own_lm_head
-        self._read_out = lm_head_rows(target, heads.draft_to_target) if reduced else None
+        self._read_out = lm_head_rows(target, self.heads.draft_to_target) if reduced else None
 
     def new_state(self, slots: int, capacity: int) -> ParallelState:
         width, weight = self.heads.config.hidden_size, next(self.heads.network.parameters())
@@ -113,15 +121,16 @@ class ParallelDrafter:
 
     def propose(self, rows: Rows, state: ParallelState) -> DraftTree:
         network, paths = self.heads.network, paths_of(self.policy, rows.depth(self.policy.depth))
-        final = state.feature[list(rows.slots)]
         if not paths:
             return trees.root_only(rows.roots)
+        final = state.feature[trees.select(self.target.device, rows.slots)]
         if isinstance(network, MedusaNetwork | PublishedMedusaNetwork):
             candidates = self._medusa(network, final, max(len(path) for path in paths))
         else:
             assert isinstance(network, HydraNetwork | PublishedHydraNetwork)
             candidates = self._hydra(network, final, parents_of(paths))
-        return fill_tree(torch.tensor(rows.roots, device=self.target.device), paths, candidates)
+        root = torch.tensor(rows.roots, dtype=torch.int64, device=self.target.device)
+        return fill_tree(root, paths, candidates)
 
     def copy(self, source: int, slot: int, length: int, state: ParallelState) -> None:
         """Does nothing: the next `extend` overwrites the feature."""
@@ -150,7 +159,8 @@ class ParallelDrafter:
             lines.append([*lines[parent], node])
 
         def candidates(depth: int, nodes: Sequence[int], tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-            path_tokens = tokens[:, torch.tensor([lines[node] for node in nodes], device=tokens.device)]
+            flat = trees.index_on(tokens.device, *(above for node in nodes for above in lines[node]))
+            path_tokens = tokens[:, flat].view(len(tokens), len(nodes), depth)
             embedded = self.target.embed(path_tokens).to(final.dtype)  # (B, W, depth, H)
             stream = network.stream(depth - 1, final[:, None].expand(-1, len(nodes), -1), embedded)
             return self._scored(self._logits(stream), k)

@@ -168,7 +168,7 @@ def pack_drawn(tokens: Tensor, parents: Sequence[int], drawn: Tensor, laws: Tens
         kept = list(index)
         above = [index[parents[node]] if node else -1 for node in kept]
         rows.append(([ids[node] for node in kept], above))
-        kept_laws.append(law[kept])
-    tree = trees.from_lists(rows, tokens.device)
+        kept_laws.append(law[trees.index_on(law.device, *kept)])
+    tree = trees.from_lists(rows)
     padded = [torch.nn.functional.pad(law, (0, 0, 0, tree.size - len(law))) for law in kept_laws]
     return replace(tree, draft_probs=torch.stack(padded))

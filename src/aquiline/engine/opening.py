@@ -39,7 +39,8 @@ def open_target(
     if not isinstance(target, str | Path):
         return None, _as_given(target, dtype, device), tokenizer
     path = resolve_target(target, logger.info)
-    model = load_target(path, _dtype(dtype, device), _existing(_device(device)))
+    place = _existing(_device(device))
+    model = load_target(path, _dtype(dtype, place), place)
     return path, model, load_tokenizer(path) if tokenizer is None else tokenizer
 
 
@@ -98,8 +99,11 @@ def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch
         if dtype not in named:
             raise ValueError(f"dtype {dtype!r} is not known; allowed: {', '.join(named)}")
         return named[str(dtype)]
-    if _device(device).type != "cpu":
-        return torch.bfloat16
+    where = _device(device)
+    if where.type != "cpu":
+        # Before Ampere, bfloat16 is emulated; on MPS, by the first chips.
+        ampere = where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0)
+        return torch.bfloat16 if ampere else torch.float16
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False  # type: ignore[no-untyped-call]
     return torch.bfloat16 if fast else torch.float32
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import KVCache
+from aquiline.tree import index_on, select
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,6 +18,7 @@ class Placement:
 
     Attributes:
         rows: the B rows; a slice if they are contiguous, so that reads are views.
+        slots: the same rows as numbers.
         starts: slot of the first new token of each row, its committed length plus `offset`.
         width: T.
         span: slots that the attention reads, at least max(starts) + T.
@@ -24,6 +26,7 @@ class Placement:
     """
 
     rows: slice | Tensor
+    slots: tuple[int, ...]
     starts: tuple[int, ...]
     width: int
     span: int
@@ -46,10 +49,7 @@ def place(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0, buck
     starts = tuple(lengths[row] + offset for row in rows)
     span = -(-(max(starts) + width) // bucket) * bucket
     cache.reserve(span)
-    first = rows[0]
-    contiguous = all(row == first + i for i, row in enumerate(rows))
-    selector = slice(first, first + len(rows)) if contiguous else torch.tensor(rows, device=cache.key_block.device)
-    return Placement(selector, starts, width, span, offset)
+    return Placement(select(cache.key_block.device, rows), tuple(rows), starts, width, span, offset)
 
 
 def write(cache: KVCache, layer: int, placement: Placement, keys: Tensor, values: Tensor) -> None:
@@ -59,15 +59,8 @@ def write(cache: KVCache, layer: int, placement: Placement, keys: Tensor, values
         if isinstance(placement.rows, slice) and all(s == starts[0] for s in starts):
             block[placement.rows, :, starts[0] : starts[0] + width] = new
             continue
-        rows = _row_list(placement)
-        for i, start in enumerate(starts):
-            block[rows[i], :, start : start + width] = new[i]
-
-
-def _row_list(placement: Placement) -> list[int]:
-    if isinstance(placement.rows, slice):
-        return list(range(placement.rows.start, placement.rows.stop))
-    return [int(row) for row in placement.rows]
+        for i, (row, start) in enumerate(zip(placement.slots, starts, strict=True)):
+            block[row, :, start : start + width] = new[i]
 
 
 def read(cache: KVCache, layer: int, placement: Placement) -> tuple[Tensor, Tensor]:
@@ -108,9 +101,11 @@ def attention_mask(
     if ancestors is None:
         causal = torch.ones(width, tail, dtype=torch.bool, device=device).tril(offset)
         ancestors = causal.expand(len(starts), -1, -1)
-    committed = torch.tensor(starts, device=device)[:, None] - offset
+    committed: int | Tensor = starts[0] - offset
+    if not same:  # The first new token follows the committed ones; the levels of a tree share one copy.
+        committed = index_on(device, *(start - offset for start in starts))[:, None] if offset else positions[:, :1]
     slots = torch.arange(span, device=device)[None, :]
-    relative = slots - committed  # (B, span), index among the uncommitted slots
+    relative = (slots - committed).expand(len(starts), -1)  # (B, span), index among the uncommitted slots
     inside = (relative >= 0) & (relative < tail)
     index = relative.clamp(0, tail - 1)
     among_new = ancestors.gather(2, index[:, None, :].expand(-1, width, -1))

@@ -20,7 +20,7 @@ def probe_ids(vocab_size: int, device: torch.device) -> Tensor:
 
 def difference(got: Tensor, expected: Tensor) -> float:
     """Returns the distance of two logit vectors, relative to the spread of the expected one."""
-    got, expected = got.double(), expected.double()
+    got, expected = got.cpu().double(), expected.cpu().double()  # MPS has no float64.
     spread = (expected - expected.mean()).norm()
     return float((got - expected).norm() / spread.clamp(min=1e-30))
 
