@@ -17,7 +17,7 @@ import torch
 import aquiline
 from aquiline import decode
 from aquiline.checkpoints.eagle.safeailab import write_head
-from aquiline.checkpoints.parallel import build_final_network, write_final_heads
+from aquiline.checkpoints.parallel import build_parallel_network, write_parallel_heads
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
@@ -97,8 +97,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("eagle", "eagle3"):
         write_head(base / kind, tiny.head(kind, dtype=torch.float32), torch.float32)
     for kind in ("medusa", "hydra"):
-        network = build_final_network(ParallelConfig(kind, 3, 48, tiny.VOCAB, 49))
-        write_final_heads(base / kind, ParallelHeads(network, torch.arange(0, tiny.VOCAB, 2)), torch.float32)
+        network = build_parallel_network(ParallelConfig(kind, 3, 48, tiny.VOCAB, 49))
+        write_parallel_heads(base / kind, ParallelHeads(network, torch.arange(0, tiny.VOCAB, 2)), torch.float32)
     return base
 
 

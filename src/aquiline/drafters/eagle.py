@@ -38,12 +38,14 @@ class EagleState:
         cache: the head's own keys and values, computed only from the target's features.
         hidden: (slots, H) feedback at the last ingested position.
         logits: (slots, Vd) draft logits at that position.
+        roots: (slots,) int64 token after the last ingested position, below which the head drafts.
         pending: per slot, chunks not yet forwarded (tokens (n,), features (n, F)).
     """
 
     cache: KVCache
     hidden: Tensor
     logits: Tensor
+    roots: Tensor
     pending: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
 
@@ -86,6 +88,7 @@ class EagleDrafter:
             cache=new_draft_cache(network, slots, capacity, limit),
             hidden=torch.zeros(slots, config.hidden_size, dtype=weight.dtype, device=weight.device),
             logits=torch.zeros(slots, config.draft_vocab_size, device=weight.device),
+            roots=torch.zeros(slots, dtype=torch.int64, device=weight.device),
             pending=[[] for _ in range(slots)],
         )
 
@@ -149,6 +152,7 @@ class EagleDrafter:
         at_last = stream.gather(1, last[:, :, None].expand(-1, -1, stream.shape[2]))[:, 0]
         state.hidden[at] = network.feedback(at_last)
         state.logits[at] = self._logits(at_last).float()
+        state.roots[at] = tokens.gather(1, last)[:, 0]
         for slot, count in zip(waiting, counts, strict=True):
             commit(state.cache, torch.arange(count)[None], [slot])
             state.pending[slot].clear()
@@ -218,7 +222,8 @@ class EagleDrafter:
     ) -> DraftTree:
         """EAGLE-1: fills a fixed tree with the tokens of given ranks, or drawn in that order."""
         parents, device = parents_of(paths), self.target.device
-        at, root = trees.select(device, rows.slots), torch.tensor(rows.roots, dtype=torch.int64, device=device)
+        at = trees.select(device, rows.slots)
+        root = state.roots[at]
         logits, feedback = state.logits[at][:, None], state.hidden[at][:, None]
         level: _Level | None = None
         above: list[int] = []  # the level's nodes

@@ -133,8 +133,7 @@ def fit_fusion(network: EagleNetwork, embedded: Tensor, features: Tensor, wanted
 
     Mutates: the fusing linear's weight.
     """
-    inputs = network.join(embedded, features).double()
-    outputs = wanted.double()
+    inputs, outputs = network.join(embedded, features).cpu().double(), wanted.cpu().double()  # MPS has no float64.
     gram = inputs.t() @ inputs
     # A hundred-thousandth of the mean eigenvalue: unused directions stay near zero.
     gram.diagonal().add_(1e-5 * gram.diagonal().mean())

@@ -189,8 +189,8 @@ def head_modules(network: ParallelNetwork) -> list[LinearHead]:
 
 def _solve(head: LinearHead, squares: Tensor, products: Tensor) -> None:
     """Writes the least-squares map into a head; the LM head reads its stream as it reads the feature."""
-    squares, products = squares.double(), products.double()
-    ridge = _RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=torch.float64).to(squares)
+    squares, products = squares.cpu().double(), products.cpu().double()  # MPS has no float64.
+    ridge = _RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=torch.float64)
     solution = torch.linalg.solve(squares + ridge, products)
     head.linear.weight.copy_(solution[:-1].t())
     head.linear.bias.copy_(solution[-1])
