@@ -12,7 +12,7 @@ visits every parent before its children::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -102,8 +102,16 @@ def on_host(tree: DraftTree) -> DraftTree:
     """Moves a tree to the CPU, except for `draft_probs`; the tree itself where it is there already."""
     if tree.tokens.device.type == "cpu":
         return tree
-    found = {field.name: getattr(tree, field.name) for field in fields(tree) if field.name != "draft_probs"}
-    return replace(tree, **{name: part.cpu() for name, part in found.items() if isinstance(part, Tensor)})
+    tensors = {name: getattr(tree, name) for name in ("log_probs", "num_candidates")}
+    optional = {name: None if tensor is None else tensor.cpu() for name, tensor in tensors.items()}
+    return DraftTree(
+        tree.tokens.cpu(),
+        tree.parents.cpu(),
+        tree.num_nodes.cpu(),
+        **optional,
+        draft_probs=tree.draft_probs,
+        sources=tree.sources,
+    )
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
