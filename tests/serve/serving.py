@@ -110,7 +110,7 @@ class Running:
 def serving(model: Loaded | None, **settings: Any) -> Iterator[Running]:
     """Serves a model while the block runs; None: it is still loading."""
     server = Server(ServerSettings(**({"port": 0, "model": MODEL} | settings)))
-    http_server = uvicorn.Server(uvicorn.Config(server.app, port=0, log_config=None, lifespan="off"))
+    http_server = uvicorn.Server(uvicorn.Config(server.app, port=server.settings.port, log_config=None, lifespan="off"))
     if model is not None:
         server.ready(model)
     thread = threading.Thread(target=http_server.run, daemon=True)
