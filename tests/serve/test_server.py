@@ -399,10 +399,13 @@ def test_errors_and_logs_name_no_path_and_no_prompt(
     with monkeypatch.context() as patch, caplog.at_level("INFO", "aquiline"):
         patch.setattr("aquiline.serve.server._emissions", broken)
         status, headers, answer = server.ask(TEXT, {"prompt": "a very private question"})
+        name = headers["x-request-id"]
+        server.until(lambda: f'{{"request": "{name}"' in caplog.text)  # the log comes after the answer
     assert status == 500 and "/home" not in str(answer) and headers["x-request-id"] in str(answer)
     assert "private" not in caplog.text
-    record = json.loads(caplog.records[-1].getMessage())
-    assert record["request"] == headers["x-request-id"] and record["status"] == 500 and record["path"] == TEXT
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith(f'{{"request": "{name}"')]
+    record = json.loads(line)
+    assert record["status"] == 500 and record["path"] == TEXT
 
 
 # -- curl ----------------------------------------------------------------------------------------
