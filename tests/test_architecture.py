@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "aquiline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("checks",),
+    ("checks", "race"),
     ("tree", "sampling", "stats"),
     ("verify", "cache"),
     ("models",),

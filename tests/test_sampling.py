@@ -18,7 +18,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from aquiline.sampling import SamplingParams, TokenChooser, distribution, draw, processed_logits, uniform
+from aquiline.race import draw, uniform
+from aquiline.sampling import SamplingParams, TokenChooser, distribution, processed_logits
 from tests import tiny
 
 VOCAB = 40

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.sampling import SamplingParams, TokenChooser, draw, uniform
+from aquiline.race import draw, uniform
+from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.tree import DraftTree, from_lists
 from aquiline.verify import LossyRule, accept, accept_lossy, accept_sampled
 

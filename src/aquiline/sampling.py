@@ -1,4 +1,4 @@
-"""Sampling settings, the processed distribution, and the draw for output position t."""
+"""Sampling settings, the processed distribution, and the choice of the target's token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aquiline.checks import check_kind, check_value, flag, integer, number, several
+from aquiline.race import draw, possible
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's form: (input_ids (1, S) int64, scores (1, V) float32) → scores (1, V)."""
@@ -208,59 +209,6 @@ def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
     return scores.softmax(-1)
 
 
-def draw(probs: Tensor, seed: int, position: int) -> int:
-    """Draws the token of output position `position`; deterministic in its arguments.
-
-    An exponential race: token v finishes at time E_v / p_v with E_v standard exponential, and
-    wins with probability p_v. Unlike inverting the cumulative sum, a rounding difference in one
-    probability cannot shift the outcome between unrelated tokens.
-
-    Args:
-        probs: (V,) probabilities.
-        seed: the request's seed.
-        position: t ≥ 0, index of the emitted token.
-    """
-    generator = torch.Generator().manual_seed(_mix(seed, position))
-    times = torch.empty(probs.shape[-1]).exponential_(generator=generator)
-    speeds = probs / times.clamp_(min=torch.finfo(torch.float32).tiny).to(probs.device)
-    return _possible(speeds, int(speeds.argmax()), 0.0)
-
-
-def _possible(scores: Tensor, token: int, nothing: float) -> int:
-    """Returns `token`, the arg-max of `scores`, after checking that it can be chosen.
-
-    Raises:
-        ValueError: if its score is NaN, or every token is barred.
-    """
-    best = float(scores[token])  # arg-max prefers NaN to every number
-    if math.isnan(best):
-        raise ValueError(NOT_A_NUMBER)
-    if best == nothing:
-        raise ValueError("logit_bias and logits_processors bar every token; leave at least one")
-    return token
-
-
-def uniform(seed: int, position: int) -> float:
-    """Returns a uniform number in [0, 1) for output position `position`, independent of `draw`."""
-    # The complement of the seed selects a stream that `draw` never uses.
-    return float(torch.rand((), generator=torch.Generator().manual_seed(_mix(~seed, position)), dtype=torch.float64))
-
-
-NOT_A_NUMBER = (
-    "the target's logits are NaN: its weights are damaged, its dtype overflows (float16: load it in bfloat16 or "
-    "float32), or logit_bias or logits_processors produced NaN or barred every token"
-)
-
-
-def _mix(seed: int, position: int) -> int:
-    """Splitmix64 of the pair, so that neighbouring positions and seeds get unrelated generators."""
-    mask = (1 << 64) - 1
-    x = (seed * 0x9E3779B97F4A7C15 + position + 1) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return (x ^ (x >> 31)) >> 1
-
-
 @dataclass(frozen=True, eq=False)
 class TokenChooser:
     """Chooses the target's own token at a node, given that node's prefix.
@@ -287,5 +235,5 @@ class TokenChooser:
         """Returns the token after `prefix`; `logits` (V,) are the target's at its last token."""
         scores = processed_logits(logits, self.params, prefix, self.prompt_length, self.end_ids)
         if self.params.temperature == 0:
-            return _possible(scores, int(scores.argmax()), -math.inf)
+            return possible(scores, int(scores.argmax()), -math.inf)
         return draw(distribution(scores, self.params), self.seed, len(prefix) - self.prompt_length)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from aquiline.checks import check_value, number
-from aquiline.sampling import NOT_A_NUMBER, TokenChooser, draw, uniform
+from aquiline.race import NOT_A_NUMBER, draw, uniform
+from aquiline.sampling import TokenChooser
 from aquiline.tree import DraftTree
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
+from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.eagle_network import DraftHead, EagleNetwork, Network, forward_network, head_on, new_draft_cache
 from aquiline.drafters.packed import PackedNetwork, packed_network
@@ -50,7 +51,7 @@ class EagleState:
 
 
 class EagleDrafter:
-    """Drafts with an EAGLE head.
+    """Drafts with an EAGLE head; coupled with the target's draws where a row samples.
 
     Keys and values of accepted tokens are always computed from the target's features: those written
     while drafting lie beyond the committed length and are overwritten.
@@ -76,6 +77,7 @@ class EagleDrafter:
         self.head = head = head_on(head, target.device)
         self.target, self.policy = target, policy
         self.needs = Needs(features=head.config.features, samples=sampled)
+        self._coupling = Coupling(head.draft_to_target, head.gamma)
         weight = head.network.fc.weight
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
         self._network: Network | PackedNetwork = (packed_network(head.network) if packed else None) or head.network
@@ -192,7 +194,7 @@ class EagleDrafter:
         """EAGLE-2: expands the best `top_k` nodes of each level, then reranks the whole pool."""
         at, k, limit = trees.select(self.target.device, rows.slots), policy.top_k, policy.num_nodes - 1
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
-        scores, tokens = self._candidates(state.logits[at], k)  # (B, k) each
+        scores, tokens = self._candidates(self._coupling(state.logits[at], rows, 1), k)  # (B, k) each
         level = _first_level(tokens, state.hidden[at][:, None])
         pool = Pool([tokens], [scores], [])
         index = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)  # the level in the pool
@@ -201,7 +203,7 @@ class EagleDrafter:
             if (depth == 1 or tokens.device.type == "cpu") and pool.settled(scores, limit, floor):
                 break
             stream = self._feed(level, depth, rows.slots, state)
-            child_scores, child_tokens = self._candidates(self._logits(stream), k)
+            child_scores, child_tokens = self._candidates(self._coupling(self._logits(stream), rows, depth + 1), k)
             joint, child_tokens = (scores[:, :, None] + child_scores).flatten(1), child_tokens.flatten(1)  # (B, W * k)
             base = pool.add(child_tokens, joint, index)
             feedback = self._network.feedback(stream)
@@ -240,7 +242,9 @@ class EagleDrafter:
                 above = list(nodes)
                 stream = self._feed(level, depth - 1, rows.slots, state)
                 logits, feedback = self._logits(stream), self._network.feedback(stream)
-            return self._candidates(logits, count) if draws is None else draws(logits, count, nodes, tokens, parents)
+            if draws is not None:
+                return draws(logits, count, nodes, tokens, parents)
+            return self._candidates(self._coupling(logits, rows, depth), count)
 
         return fill_tree(root, paths, candidates)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline import tree as trees
+from aquiline.drafters.coupled import GAMMA, Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.parallel_network import (
     HydraNetwork,
@@ -38,11 +39,13 @@ class ParallelHeads:
         network: one of the networks of `parallel_network`.
         draft_to_target: (Vd,) int64 target id of each draft id, or None if they coincide.
         target_fingerprint: fingerprint of the target they were trained for, or None if unknown.
+        gamma: exponent of their probabilities in coupled drafts, > 0.
     """
 
     network: ParallelNetwork
     draft_to_target: Tensor | None = None
     target_fingerprint: str | None = None
+    gamma: float = GAMMA
 
     @property
     def config(self) -> ParallelConfig:
@@ -105,6 +108,7 @@ class ParallelDrafter:
         if isinstance(policy, Chain) and policy.min_prob:
             raise ValueError(f"{config.kind} heads draft chains of fixed length; min_prob must be 0")
         self.heads, self.target, self.policy = heads_on(heads, target.device), target, policy
+        self._coupling = Coupling(heads.draft_to_target, heads.gamma)
         reduced = heads.draft_to_target is not None and not config.own_lm_head
         self._read_out = lm_head_rows(target, self.heads.draft_to_target) if reduced else None
 
@@ -125,10 +129,10 @@ class ParallelDrafter:
             return trees.root_only(rows.roots)
         final = state.feature[trees.select(self.target.device, rows.slots)]
         if isinstance(network, MedusaNetwork | PublishedMedusaNetwork):
-            candidates = self._medusa(network, final, max(len(path) for path in paths))
+            candidates = self._medusa(network, final, max(len(path) for path in paths), rows)
         else:
             assert isinstance(network, HydraNetwork | PublishedHydraNetwork)
-            candidates = self._hydra(network, final, parents_of(paths))
+            candidates = self._hydra(network, final, parents_of(paths), rows)
         root = torch.tensor(rows.roots, dtype=torch.int64, device=self.target.device)
         return fill_tree(root, paths, candidates)
 
@@ -138,20 +142,22 @@ class ParallelDrafter:
     def reset(self, slot: int, length: int, state: ParallelState) -> None:
         """Does nothing: the next `extend` overwrites the feature."""
 
-    def _medusa(self, network: MedusaNetwork | PublishedMedusaNetwork, final: Tensor, depth: int) -> Candidates:
+    def _medusa(
+        self, network: MedusaNetwork | PublishedMedusaNetwork, final: Tensor, depth: int, rows: Rows
+    ) -> Candidates:
         """Runs all heads at once, since a node's candidates depend only on its depth."""
         # (B, depth, Vd): one matrix product for all heads.
         logits = self._logits(torch.stack([network.stream(head, final) for head in range(depth)], 1))
 
         def candidates(depth: int, nodes: Sequence[int], tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-            scores, ids = self._scored(logits[:, depth - 1], k)
+            scores, ids = self._scored(self._coupling(logits[:, depth - 1], rows, depth), k)
             shape = (-1, len(nodes), -1)
             return scores[:, None].expand(shape), ids[:, None].expand(shape)
 
         return candidates
 
     def _hydra(
-        self, network: HydraNetwork | PublishedHydraNetwork, final: Tensor, parents: Sequence[int]
+        self, network: HydraNetwork | PublishedHydraNetwork, final: Tensor, parents: Sequence[int], rows: Rows
     ) -> Candidates:
         """Runs the heads level by level, since they read the tokens on the path to each node."""
         lines: list[list[int]] = [[0]]  # node → nodes from the root to it
@@ -163,7 +169,7 @@ class ParallelDrafter:
             path_tokens = tokens[:, flat].view(len(tokens), len(nodes), depth)
             embedded = self.target.embed(path_tokens).to(final.dtype)  # (B, W, depth, H)
             stream = network.stream(depth - 1, final[:, None].expand(-1, len(nodes), -1), embedded)
-            return self._scored(self._logits(stream), k)
+            return self._scored(self._coupling(self._logits(stream), rows, depth), k)
 
         return candidates
 

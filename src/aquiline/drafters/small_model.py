@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
+from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.trees import Chain, to_host
@@ -54,9 +55,9 @@ class SmallModel:
         model: the small model; must share the target's vocabulary.
         target: the target.
         policy: length of the chain; `min_prob` ends it when it becomes unlikely.
-        sampled: for rows that sample, draw drafts instead of taking the likeliest. More of them are
-            accepted at high temperatures; the output then equals plain decoding in distribution,
-            not token for token.
+        sampled: for rows that sample, draw drafts from the model's own distribution instead of coupling them
+            with the target's draws; the output then equals plain decoding in distribution, not token for
+            token.
 
     Source: Leviathan et al. (arXiv 2211.17192); Chen et al. (arXiv 2302.01318).
     """
@@ -86,7 +87,10 @@ class SmallModel:
         tokens: list[Tensor] = []
         scores: list[Tensor] = []  # joint log-probabilities, (B,)
 
+        coupling = Coupling()
+
         def choose(logits: Tensor) -> Tensor:
+            logits = coupling(logits, rows, len(tokens) + 1)
             best, token = logits.max(-1)
             score = (best - logits.logsumexp(-1)).float()
             tokens.append(token)
