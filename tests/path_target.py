@@ -45,6 +45,7 @@ class PathTarget:
         generator = torch.Generator().manual_seed(seed)
         self._table = torch.randn(variety, vocab_size, generator=generator) * spread
         self.widths: list[tuple[int, int]] = []  # (rows, tokens) of each forward
+        self.furthest = 0  # largest position so far
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return new_cache(
@@ -73,6 +74,7 @@ class PathTarget:
     ) -> TargetOutput:
         batch, width = tokens.shape
         self.widths.append((batch, width))
+        self.furthest = max(self.furthest, int(positions.max()))
         assert len(set(rows)) == batch, "rows must be distinct"
         starts = place(cache, rows, width).starts
         seen = np.tril(np.ones((batch, width, width), bool)) if ancestors is None else ancestors.numpy()

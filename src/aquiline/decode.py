@@ -21,7 +21,7 @@ from aquiline.sampling import TokenChooser
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Feature, Target, TargetOutput
 from aquiline.tree import DraftTree
-from aquiline.verify import Acceptance, LossyRule, accept, accept_lossy, accept_sampled
+from aquiline.verify import Acceptance, Ends, LossyRule, Walk, accept, accept_lossy, accept_sampled, endless, walk
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward, to bound the memory of a prefill; the result equals a single pass."""
@@ -36,12 +36,14 @@ class Occupant:
         chooser: chooses the target's tokens.
         stats: counters of the request.
         drafting: what the request asks of the drafts.
+        ends: receives each emitted token, and says which one ends the output.
     """
 
     tokens: list[int]
     chooser: TokenChooser
     stats: GenerationStats
     drafting: Drafting = field(default_factory=Drafting)
+    ends: Ends = endless
 
 
 @dataclass(eq=False)
@@ -71,15 +73,17 @@ class StepResult:
 
     Attributes:
         slot: the row's slot.
-        tokens: accepted drafts, then the target's own token; at least one.
+        tokens: accepted drafts, then the target's own token; at least one, unless the row failed.
         logits: (len(tokens), V) float32 target logits that each token was chosen from, if requested.
         sources: per token, what drafted it ("head", "lookup", …); the last one is the "target"'s own.
+        error: raised by the choice of the token after `tokens`; the row can only be freed.
     """
 
     slot: int
     tokens: list[int]
     logits: Tensor | None = None
     sources: Sequence[str] = ("target",)
+    error: Exception | None = None
 
 
 def new_state(target: Target, drafter: Drafter | None, slots: int, capacity: int) -> DecodeState:
@@ -141,18 +145,23 @@ def prefill_chunks(
         with state.stats.timed("prefill"):
             out = _forward_chunk(target, state, slot, prompt[start:stop], start, features, last)
             if last:
-                token = occupant.chooser(out.logits[0, 0], prompt)
-                occupant.tokens = [*prompt, token]
-            if drafter:
+                found = _first(occupant, out.logits[0, 0])
+                occupant.tokens = prompt if found.error else [*prompt, found.next_token]
+            if drafter and len(occupant.tokens) > stop:
                 text = occupant.tokens[: stop + 1]
                 rows = Rows([slot], [text], [occupant.chooser], generator=state.generator)
                 shifted = torch.tensor([text[start + 1 :]], dtype=torch.int64, device=target.device)
                 drafter.extend(Committed(rows, shifted, out.features, [stop - start]), state.drafter_state)
         start = stop
         if last:
-            yield StepResult(slot, [token], out.logits[0] if keep_logits else None)
+            yield StepResult(slot, occupant.tokens[stop:], out.logits[0] if keep_logits else None, error=found.error)
         else:
             yield None
+
+
+def _first(occupant: Occupant, logits: Tensor) -> Walk:
+    """Chooses the token after a prompt, where there is no tree to walk."""
+    return walk(lambda node, taken: (None, occupant.chooser(logits, occupant.tokens)), occupant.ends)
 
 
 def _forward_chunk(
@@ -186,6 +195,8 @@ def step(
 ) -> list[StepResult]:
     """Emits at least one token for each of `slots`, all in one target forward.
 
+    A row whose own chooser raises does not affect the others; its result holds the error.
+
     Args:
         target: the target.
         drafter: the drafter, or None for plain decoding.
@@ -204,7 +215,7 @@ def step(
     with stats.timed("target"):
         out = _forward_tree(target, tree, state.cache, slots, drafter.needs.features if drafter else ())
     with stats.timed("accept"):
-        acceptance = _accept(tree, out.logits, rows, lossy)
+        acceptance = _accept(tree, out.logits, rows, [occupant.ends for occupant in occupants], lossy)
         paths = [[node for node in path if node >= 0] for path in acceptance.path.tolist()]
         emitted = _emitted(tree, paths, acceptance)
     with stats.timed("commit"):
@@ -212,19 +223,22 @@ def step(
         commit(state.cache, acceptance.path, slots, nodes)
         for text, new in zip(texts, emitted, strict=True):
             text.extend(new)
-    if drafter is not None and nodes is not None and following is not None:
+    going = [i for i, error in enumerate(acceptance.errors) if error is None]
+    if drafter is not None and nodes is not None and following is not None and going:
         with stats.timed("extend"):
             features = None if out.features is None else _at_path(out.features, nodes)
             counts = [len(new) for new in emitted]
-            drafter.extend(Committed(rows, following, features, counts, tree, out.logits), state.drafter_state)
-    _count(tree, paths, occupants, lossy is not None and not lossy.exact)
+            committed = Committed(rows, following, features, counts, tree, out.logits)
+            drafter.extend(committed if len(going) == len(slots) else committed.pick(going), state.drafter_state)
+    _count(tree, paths, occupants, acceptance, lossy is not None and not lossy.exact)
     names = trees.node_sources(tree, drafter.needs.source if drafter else "target")
     return [
         StepResult(
             slot,
             tokens,
             out.logits[i, trees.index_on(target.device, *path)] if keep_logits else None,
-            [*(names[i][node] for node in path[1:]), "target"],
+            [*(names[i][node] for node in path[1:]), "target"][: len(tokens)],
+            acceptance.errors[i],
         )
         for i, (slot, tokens, path) in enumerate(zip(slots, emitted, paths, strict=True))
     ]
@@ -254,25 +268,28 @@ def _forward_tree(
     target: Target, tree: DraftTree, cache: KVCache, slots: Sequence[int], features: Sequence[Feature]
 ) -> TargetOutput:
     lengths = cache.lengths[list(slots)][:, None]
+    # Drafts deeper than a row's own context, which other rows asked for, are never accepted.
+    last = target.shape.max_positions - 1
     if trees.is_chain(tree):
-        tokens, positions = trees.to_device(target.device, tree.tokens, lengths + torch.arange(tree.size))
+        positions = (lengths + torch.arange(tree.size)).clamp(max=last)
+        tokens, positions = trees.to_device(target.device, tree.tokens, positions)
         return target.forward(tokens, positions, None, cache, slots, features)
-    positions, ancestors = lengths + trees.depths(tree.parents), trees.ancestors(tree.parents)
+    positions, ancestors = (lengths + trees.depths(tree.parents)).clamp(max=last), trees.ancestors(tree.parents)
     tokens, positions, ancestors = trees.to_device(target.device, tree.tokens, positions, ancestors)
     return target.forward(tokens, positions, ancestors, cache, slots, features)
 
 
-def _accept(tree: DraftTree, logits: Tensor, rows: Rows, lossy: LossyRule | None) -> Acceptance:
+def _accept(tree: DraftTree, logits: Tensor, rows: Rows, ends: Sequence[Ends], lossy: LossyRule | None) -> Acceptance:
     if lossy is not None:
-        return accept_lossy(tree, logits, rows.choosers, rows.texts, lossy)
+        return accept_lossy(tree, logits, rows.choosers, rows.texts, lossy, ends)
     if tree.draft_probs is not None:
-        return accept_sampled(tree, logits, rows.choosers, rows.texts, rows.generator)
-    return accept(tree, logits, rows.choosers, rows.texts)
+        return accept_sampled(tree, logits, rows.choosers, rows.texts, rows.generator, ends)
+    return accept(tree, logits, rows.choosers, rows.texts, ends)
 
 
 def _emitted(tree: DraftTree, paths: Sequence[Sequence[int]], acceptance: Acceptance) -> list[list[int]]:
     tokens, following = tree.tokens.tolist(), acceptance.next_token.tolist()
-    return [[*(tokens[i][node] for node in path[1:]), following[i]] for i, path in enumerate(paths)]
+    return [[*(tokens[i][node] for node in path[1:]), following[i]] if path else [] for i, path in enumerate(paths)]
 
 
 def _uploaded(target: Target, acceptance: Acceptance, emitted: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -288,10 +305,20 @@ def _at_path(features: Tensor, path: Tensor) -> Tensor:
     return features.gather(1, path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1]))
 
 
-def _count(tree: DraftTree, paths: Sequence[Sequence[int]], occupants: Sequence[Occupant], lossy: bool) -> None:
+def _count(
+    tree: DraftTree,
+    paths: Sequence[Sequence[int]],
+    occupants: Sequence[Occupant],
+    acceptance: Acceptance,
+    lossy: bool,
+) -> None:
     parents, nodes = tree.parents.tolist(), tree.num_nodes.tolist()
     candidates = nodes if tree.num_candidates is None else tree.num_candidates.tolist()
     for i, (path, occupant) in enumerate(zip(paths, occupants, strict=True)):
-        offered = len(path) - 1 + (path[-1] in parents[i][: candidates[i]])
+        if not path:
+            continue
+        # The children below the path were judged only if the row went on: an end leaves them undecided.
+        decided = not acceptance.ended[i] and acceptance.errors[i] is None
+        offered = len(path) - 1 + (decided and path[-1] in parents[i][: candidates[i]])
         occupant.stats.count_step(len(path) - 1, offered, nodes[i] - 1)
         occupant.stats.lossy = occupant.stats.lossy or lossy

@@ -12,7 +12,7 @@ visits every parent before its children::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -140,6 +140,14 @@ def select(device: torch.device, rows: Sequence[int]) -> slice | Tensor:
     if all(row == first + i for i, row in enumerate(rows)):
         return slice(first, first + len(rows))
     return index_on(device, *rows)
+
+
+def pick_rows(tree: DraftTree, indices: Sequence[int]) -> DraftTree:
+    """Returns the trees of the rows with these indices."""
+    found = {each.name: getattr(tree, each.name) for each in fields(tree) if each.name != "sources"}
+    sources = None if tree.sources is None else [tree.sources[i] for i in indices]
+    picked = {name: tensor[list(indices)] for name, tensor in found.items() if tensor is not None}
+    return replace(tree, **picked, sources=sources)
 
 
 def is_chain(tree: DraftTree) -> bool:

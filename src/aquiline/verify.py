@@ -1,13 +1,14 @@
 """Verification: finds the drafted nodes that the target accepts, and the token after them.
 
 A node is *accepted* if the emitted text contains it; `next_token` is the target's own token after the
-last accepted node. A step emits the accepted nodes and the next token.
+last accepted node. A step emits the accepted nodes and the next token. A token that ends the output
+is always a next token, whether it was drafted or not: nothing after it is chosen, counted or committed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,30 +18,86 @@ from aquiline.race import NOT_A_NUMBER, draw, uniform
 from aquiline.sampling import TokenChooser
 from aquiline.tree import DraftTree
 
+Ends = Callable[[int], bool]
+"""Receives a row's emitted tokens, each once and in order; True if the token ends the row's output."""
+
+
+def endless(token: int) -> bool:
+    """`Ends` of an output without an end."""
+    return False
+
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
     """Result of verifying a batch of trees, on the CPU.
 
     Attributes:
-        path: (B, A) int64 accepted node indices, root first, padded with -1.
+        path: (B, A) int64 accepted node indices, root first, padded with -1; empty for a row whose
+            first token could not be chosen.
         num_accepted: (B,) int64 accepted drafts, without the root.
         next_token: (B,) int64 the target's own token after the last accepted node.
+        ended: per row, whether `next_token` ends the output.
+        errors: per row, the exception that the choice of the token after `next_token` raised, or None.
     """
 
     path: Tensor
     num_accepted: Tensor
     next_token: Tensor
+    ended: Sequence[bool]
+    errors: Sequence[Exception | None]
 
 
-def pack(paths: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> Acceptance:
-    """Builds an `Acceptance` from per-row lists."""
-    width = max(len(path) for path in paths)
-    padded = [[*path, *[-1] * (width - len(path))] for path in paths]
+@dataclass(eq=False)
+class Walk:
+    """One row's way down its tree.
+
+    Attributes:
+        path: accepted nodes, root first.
+        next_token: the token after them.
+        ended: `next_token` ends the output.
+        error: what the row's own chooser raised. The tokens chosen before it stay: the last of them is
+            `next_token`; if there are none, the path is empty.
+    """
+
+    path: list[int] = field(default_factory=lambda: [0])
+    next_token: int = -1
+    ended: bool = False
+    error: Exception | None = None
+
+
+Move = Callable[[int, Sequence[int]], tuple[int | None, int]]
+"""(node, tokens below the root down to it) → (the child entered, or None; the chosen token)."""
+
+
+def walk(move: Move, ends: Ends) -> Walk:
+    """Follows `move` from the root until it leaves the tree, the output ends, or `move` raises."""
+    found, taken = Walk(), list[int]()
+    try:
+        while found.next_token < 0:
+            child, token = move(found.path[-1], taken)
+            found.ended = ends(token)
+            if child is None or found.ended:
+                found.next_token = token
+            else:
+                found.path.append(child)
+                taken.append(token)
+    except Exception as error:  # noqa: BLE001 - a user's processor may raise anything; other rows go through
+        found.error = error
+        found.next_token = taken[-1] if taken else 0
+        found.path.pop()
+    return found
+
+
+def pack(walks: Sequence[Walk]) -> Acceptance:
+    """Builds an `Acceptance` from the rows' walks."""
+    width = max(1, *(len(found.path) for found in walks))
+    padded = [[*found.path, *[-1] * (width - len(found.path))] for found in walks]
     return Acceptance(
         path=torch.tensor(padded, dtype=torch.int64),
-        num_accepted=torch.tensor([len(path) - 1 for path in paths], dtype=torch.int64),
-        next_token=torch.tensor(next_tokens, dtype=torch.int64),
+        num_accepted=torch.tensor([max(len(found.path) - 1, 0) for found in walks], dtype=torch.int64),
+        next_token=torch.tensor([found.next_token for found in walks], dtype=torch.int64),
+        ended=[found.ended for found in walks],
+        errors=[found.error for found in walks],
     )
 
 
@@ -49,6 +106,7 @@ def accept(
     logits: Tensor,
     choosers: Sequence[TokenChooser],
     prefixes: Sequence[Sequence[int]],
+    ends: Sequence[Ends] | None = None,
 ) -> Acceptance:
     """Walks each tree with the target's own tokens; exact for every tree that was not sampled.
 
@@ -62,23 +120,22 @@ def accept(
         logits: (B, N, V) target logits at every node.
         choosers: B choosers.
         prefixes: B token sequences up to and including the root.
+        ends: B judges of the emitted tokens; None: no output ends.
 
     Source: EAGLE-2's verification in the reference code; differs: one draw per node, not one per child.
     """
     children = _children(tree)
     # One arg-max for the batch; rows with processors or a temperature choose node by node.
     greedy = _best(logits) if any(c.params.plain_greedy for c in choosers) else None
-    paths, next_tokens = [], []
+    walks = []
     for row, chooser in enumerate(choosers):
         if chooser.params.plain_greedy:
             assert greedy is not None
             choose = _known_choice(greedy[row])
         else:
             choose = _lazy_choice(chooser, logits[row], prefixes[row])
-        path, token = _walk(children[row], choose)
-        paths.append(path)
-        next_tokens.append(token)
-    return pack(paths, next_tokens)
+        walks.append(walk(_to_child(children[row], choose), ends[row] if ends else endless))
+    return pack(walks)
 
 
 def _best(logits: Tensor) -> list[list[int]]:
@@ -88,8 +145,11 @@ def _best(logits: Tensor) -> list[list[int]]:
     return rows
 
 
-def _known_choice(best: Sequence[int]) -> Callable[[int, list[int]], int]:
-    def choose(node: int, taken: list[int]) -> int:
+_Choice = Callable[[int, Sequence[int]], int]
+
+
+def _known_choice(best: Sequence[int]) -> _Choice:
+    def choose(node: int, taken: Sequence[int]) -> int:
         if best[node] < 0:
             raise ValueError(NOT_A_NUMBER)
         return best[node]
@@ -97,8 +157,8 @@ def _known_choice(best: Sequence[int]) -> Callable[[int, list[int]], int]:
     return choose
 
 
-def _lazy_choice(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Callable[[int, list[int]], int]:
-    def choose(node: int, taken: list[int]) -> int:
+def _lazy_choice(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> _Choice:
+    def choose(node: int, taken: Sequence[int]) -> int:
         return chooser(logits[node], [*prefix, *taken])
 
     return choose
@@ -113,17 +173,12 @@ def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
     return result
 
 
-def _walk(children: dict[tuple[int, int], int], choose: Callable[[int, list[int]], int]) -> tuple[list[int], int]:
-    path, node = [0], 0
-    taken: list[int] = []
-    while True:
+def _to_child(children: dict[tuple[int, int], int], choose: _Choice) -> Move:
+    def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
         token = choose(node, taken)
-        child = children.get((node, token))
-        if child is None:
-            return path, token
-        path.append(child)
-        taken.append(token)
-        node = child
+        return children.get((node, token)), token
+
+    return move
 
 
 def accept_sampled(
@@ -132,6 +187,7 @@ def accept_sampled(
     choosers: Sequence[TokenChooser],
     prefixes: Sequence[Sequence[int]],
     generator: torch.Generator,
+    ends: Sequence[Ends] | None = None,
 ) -> Acceptance:
     """Multi-round speculative sampling for trees whose children were *drawn* from the draft.
 
@@ -147,28 +203,33 @@ def accept_sampled(
         choosers: B choosers; at temperature 0 the target's arg-max has probability 1.
         prefixes: B token sequences up to and including the root.
         generator: source of the uniform draws.
+        ends: as for `accept`.
 
     Source: EAGLE (arXiv 2401.15077) Algorithm 1; SpecInfer (arXiv 2305.09781).
     """
     assert tree.draft_probs is not None, "accept_sampled needs the draft's distributions"
-    paths, next_tokens = [], []
-    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
-    for row, chooser in enumerate(choosers):
-        path, taken, node, token = [0], list[int](), 0, -1
-        while token < 0:
-            below = [i for i in range(1, counts[row]) if parents[row][i] == node]
+    laws, candidates = tree.draft_probs, _candidates(tree)
+
+    def mover(row: int, chooser: TokenChooser) -> Move:
+        def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
+            below = candidates(row, node)
             p = _law(chooser, logits[row, node], [*prefixes[row], *taken])
-            q = tree.draft_probs[row, node].cpu().double()
-            entered, p = _rounds([tokens[row][i] for i in below], p, q, generator)
+            entered, p = _rounds([token for _, token in below], p, laws[row, node].cpu().double(), generator)
             if entered is None:
-                token = int(torch.multinomial(p, 1, generator=generator))
-            else:
-                node = below[entered]
-                path.append(node)
-                taken.append(tokens[row][node])
-        paths.append(path)
-        next_tokens.append(token)
-    return pack(paths, next_tokens)
+                return None, int(torch.multinomial(p, 1, generator=generator))
+            return below[entered]
+
+        return move
+
+    walks = [walk(mover(row, c), ends[row] if ends else endless) for row, c in enumerate(choosers)]
+    return pack(walks)
+
+
+def _candidates(tree: DraftTree) -> Callable[[int, int], list[tuple[int, int]]]:
+    """Returns (row, node) → (child, token) of the children that may be accepted, in order."""
+    limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
+    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), limits.tolist()
+    return lambda row, node: [(i, tokens[row][i]) for i in range(1, counts[row]) if parents[row][i] == node]
 
 
 def _law(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Tensor:
@@ -246,6 +307,7 @@ def accept_lossy(
     choosers: Sequence[TokenChooser],
     prefixes: Sequence[Sequence[int]],
     rule: LossyRule,
+    ends: Sequence[Ends] | None = None,
 ) -> Acceptance:
     """Accepts more drafts than the target's distribution does, which changes the output distribution.
 
@@ -261,28 +323,24 @@ def accept_lossy(
     Source: SGLang's `tree_speculative_sampling_target_only`; Medusa (arXiv 2401.10774 §2.3.1).
     """
     if rule.exact:
-        return accept(tree, logits, choosers, prefixes)
+        return accept(tree, logits, choosers, prefixes, ends)
     for chooser in choosers:
         check_lossy(rule, chooser.params.temperature)
-    paths, next_tokens = [], []
-    limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
-    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), limits.tolist()
+    candidates = _candidates(tree)
     enter = _enter_threshold if rule.kind == "threshold" else _enter_typical
-    for row, chooser in enumerate(choosers):
-        path, prefix, node = [0], list(prefixes[row]), 0
-        while True:
-            below = [(i, tokens[row][i]) for i in range(1, counts[row]) if parents[row][i] == node]
-            probs = chooser.probabilities(logits[row, node], prefix)
+
+    def mover(row: int, chooser: TokenChooser) -> Move:
+        def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
+            prefix, below = [*prefixes[row], *taken], candidates(row, node)
             position = len(prefix) - chooser.prompt_length
+            probs = chooser.probabilities(logits[row, node], prefix)
             child, left = enter(probs, below, rule, uniform(chooser.seed, position))
-            if child is None:
-                paths.append(path)
-                next_tokens.append(draw(left, chooser.seed, position))
-                break
-            path.append(child)
-            prefix.append(tokens[row][child])
-            node = child
-    return pack(paths, next_tokens)
+            return child, draw(left, chooser.seed, position) if child is None else dict(below)[child]
+
+        return move
+
+    walks = [walk(mover(row, c), ends[row] if ends else endless) for row, c in enumerate(choosers)]
+    return pack(walks)
 
 
 def _enter_threshold(

@@ -211,12 +211,15 @@ def test_the_context_is_exact(speculative: bool) -> None:
 @BOTH
 def test_drafts_stay_within_the_budget_and_the_context(speculative: bool) -> None:
     made = path_engine(speculative)
-    generate_requests(
-        made, [Request([3, 4], SamplingParams(max_new_tokens=9)), Request([5] * 25, SamplingParams(max_new_tokens=90))]
+    short, long = [3, 4], [5] * 29
+    found = generate_requests(
+        made, [Request(short, SamplingParams(max_new_tokens=9)), Request(long, SamplingParams(max_new_tokens=90))]
     )
+    assert [len(output.token_ids) for output in found] == [9, 3]
+    assert made.target.furthest < 32  # type: ignore[attr-defined]
     if isinstance(made.drafter, KnowingDrafter):
-        # After the first tokens 8 are left to one and 6 positions to the other, the last for the target's own token.
-        assert made.drafter.deepest[0] == max(depth or 0 for depth in made.drafter.deepest) == 5
+        # After the first tokens 8 are left to one: the 2 that the other's context holds do not limit it.
+        assert made.drafter.deepest[0] == max(depth or 0 for depth in made.drafter.deepest) == 7
     alone = path_engine(speculative)
     outputs(alone, SamplingParams(max_new_tokens=9), [[3, 4]])
     if isinstance(alone.drafter, KnowingDrafter):
@@ -314,8 +317,8 @@ def test_stats_are_those_of_the_request(speculative: bool) -> None:
         assert output.stats.emitted == len(output.token_ids)
         assert output.stats.prompt_tokens == len(output.prompt_tokens)
         assert output.stats.tokens_per_second > 0
-        # The first token comes from the prefill; a step may emit tokens that are then cut off.
-        assert output.stats.steps + output.stats.accepted >= len(output.token_ids) - 1
+        # The first token comes from the prefill.
+        assert output.stats.steps + output.stats.accepted == len(output.token_ids) - 1
         assert set(output.stats.seconds) >= {"prefill", "draft", "target", "accept", "commit"}
     assert speculative == any(output.stats.accepted for output in found)
 
@@ -353,3 +356,80 @@ def test_processors_that_return_something_else(returned: Any, words: str) -> Non
     params = SamplingParams(max_new_tokens=1, logits_processors=(returned,))
     with pytest.raises(TypeError, match=words):
         generate_requests(path_engine(False), [Request([3], params)])
+
+
+# -- ends inside an accepted path --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", ["greedy", "penalty", "sampled"])
+@pytest.mark.parametrize("end", ["eos", "stop_token_ids", "stop", "budget"])
+def test_nothing_after_an_end_is_counted(end: str, drafts: str) -> None:
+    """A drafter that knows the text drafts past its end: τ is what was emitted per forward."""
+    extra = {"greedy": {}, "penalty": {"presence_penalty": 0.1}, "sampled": {"temperature": 1.0, "seed": 3}}[drafts]
+    prompt = [3, 4]
+    (whole,) = outputs(path_engine(False), SamplingParams(max_new_tokens=16, **extra), [prompt])
+    last = next(t for i, t in enumerate(whole.token_ids[4:8]) if t not in whole.token_ids[: 4 + i])
+    settings: dict[str, Any] = {
+        "eos": {},
+        "stop_token_ids": {"stop_token_ids": (last,)},
+        "stop": {"stop": (byte_level().decode([last]),)},
+        "budget": {"max_new_tokens": whole.token_ids.index(last) + 1},
+    }[end]
+    made = replace(path_engine(False), end_ids=(last,) if end == "eos" else ())
+    params = SamplingParams(**({"max_new_tokens": 16} | extra | settings))
+    (plain,) = outputs(made, params, [prompt])
+    known = known_from([[*prompt, *whole.token_ids]])
+    for depth in (1, 2, 12):
+        drafter = KnowingDrafter(known, VOCABULARY, depth=depth, error=0)
+        (found,) = outputs(replace(made, drafter=drafter), params, [prompt])
+        stats = found.stats
+        assert (found.token_ids, found.finish_reason) == (plain.token_ids, plain.finish_reason)
+        assert stats.mean_accept_length == (stats.emitted - 1) / stats.steps
+        assert stats.acceptance_rate == [1.0] * len(stats.acceptance_rate), "the token that ends is not a rejection"
+
+
+# -- errors of one request ---------------------------------------------------------------------
+
+
+class _Raises:
+    """Raises once the output has `count` tokens."""
+
+    def __init__(self, count: int, prompt_length: int) -> None:
+        self.length = prompt_length + count
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise KeyError("mine")
+        return scores
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_a_request_that_fails_leaves_the_others_alone(speculative: bool, count: int) -> None:
+    prompts = [[3, 4], [5, 6, 7], [8]]
+    expected = outputs(path_engine(False), SamplingParams(max_new_tokens=9), prompts)
+    made = path_engine(speculative)
+    requests = [Request(prompt, SamplingParams(max_new_tokens=9, logprobs=0)) for prompt in prompts]
+    failing = replace(requests[1].params, logits_processors=(_Raises(count, 3),))
+    found = generate_requests(made, [requests[0], replace(requests[1], params=failing), requests[2]])
+    assert [o.token_ids for o in found] == [
+        expected[0].token_ids,
+        expected[1].token_ids[:count],
+        expected[2].token_ids,
+    ]
+    assert [o.finish_reason for o in found] == ["length", "error", "length"]
+    assert isinstance(found[1].error, KeyError) and found[1].logprobs is not None and len(found[1].logprobs) == count
+    with pytest.raises(KeyError, match="mine"):
+        generate_requests(made, [replace(requests[1], params=failing)])
+    assert [o.token_ids for o in generate_requests(made, requests)] == [o.token_ids for o in expected]
+
+
+@BOTH
+def test_a_processor_never_sees_what_follows_an_end(speculative: bool) -> None:
+    (whole,) = outputs(path_engine(False), SamplingParams(max_new_tokens=12), [[3, 4]])
+    end = whole.token_ids[5]
+    count = whole.token_ids.index(end) + 1
+    params = SamplingParams(max_new_tokens=12, logits_processors=(_Raises(count, 2),))
+    made = replace(path_engine(speculative), end_ids=(end,))
+    (found,) = outputs(made, params, [[3, 4]])
+    assert (found.token_ids, found.finish_reason, found.error) == (whole.token_ids[:count], "eos", None)

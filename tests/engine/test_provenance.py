@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +16,7 @@ from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.mixed import LookupFirst, Merged
 from aquiline.drafters.requested import PREDICTION_DEPTH, Prediction, propose_as_asked
 from aquiline.engine.emission import Emission
-from aquiline.engine.request import Engine, Piece, Request, check
+from aquiline.engine.request import Engine, Piece, Request, StreamEvent, check
 from aquiline.sampling import SamplingParams
 from aquiline.tree import from_lists, node_sources, to_lists
 from tests import tiny
@@ -25,6 +26,11 @@ from tests.tiny_tokenizers import byte_fallback, byte_level, every_byte
 from tests.tree_invariants import validate
 
 TOKENIZERS = {"byte_level": byte_level, "every_byte": every_byte, "byte_fallback": byte_fallback}
+
+
+def taken(emission: Emission, tokens: list[int], sources: Sequence[str] = ()) -> StreamEvent:
+    count = next((i for i, token in enumerate(tokens, 1) if emission.add(token)), len(tokens))
+    return emission.take(None, sources[:count])
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -43,7 +49,7 @@ def test_pieces_join_to_the_text_and_name_every_token(name: str, data: st.DataOb
         width = data.draw(st.integers(1, 5))
         block = tokens[place : place + width]
         sources = [f"{place + i}" for i in range(len(block))]
-        event, same = told.take(block, None, sources), plain.take(block, None)
+        event, same = taken(told, block, sources), taken(plain, block)
         assert (event.text, event.finish_reason) == (same.text, same.finish_reason) and same.pieces is None
         assert "".join(piece.text for piece in event.pieces or []) == event.text
         pieces, text, place = [*pieces, *(event.pieces or [])], text + event.text, place + width

@@ -1,5 +1,6 @@
 """Stop strings and text in pieces, against twins that look at the whole text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aquiline.engine.emission import Emission
-from aquiline.engine.request import Engine, Request
+from aquiline.engine.request import Engine, Request, StreamEvent
 from aquiline.engine.stops import StopScanner
 from aquiline.engine.text import Detokenizer
 from aquiline.sampling import SamplingParams
@@ -88,7 +89,7 @@ def test_blocks_do_not_matter(name: str, data: st.DataObject) -> None:
         rest = list(tokens)
         for width in widths:
             if rest and emission.finish_reason is None:
-                events.append((emission, emission.take(rest[:width], None)))
+                events.append((emission, taken(emission, rest[:width])))
                 del rest[:width]
     joined = ["".join(event.text for e, event in events if e is emission) for emission in (whole, parts)]
     assert whole.finish_reason == parts.finish_reason
@@ -102,6 +103,14 @@ def emission_of(tokenizer: Any, **settings: Any) -> Emission:
     return Emission(engine, Request([5], SamplingParams(**settings)), 0, 0, 1)
 
 
+def taken(emission: Emission, tokens: Sequence[int], logits: torch.Tensor | None = None) -> StreamEvent:
+    """One step with these tokens, of which the loop commits none after the end."""
+    for token in tokens:
+        if emission.add(token):
+            break
+    return emission.take(logits)
+
+
 def spelled(text: str) -> list[int]:
     tokens: list[int] = every_byte()(text, add_special_tokens=False)["input_ids"]
     return tokens
@@ -109,9 +118,9 @@ def spelled(text: str) -> list[int]:
 
 def test_a_stop_inside_an_accepted_block() -> None:
     emission = emission_of(every_byte(), stop=("END", "xyz"))
-    first = emission.take(spelled("so E"), None)
+    first = taken(emission, spelled("so E"))
     assert (first.text, first.finish_reason) == ("so ", None)
-    last = emission.take(spelled("ND and more"), None)
+    last = taken(emission, spelled("ND and more"))
     assert (last.text, last.token_ids, last.finish_reason) == ("", spelled("ND"), "stop")
     assert emission.output().text == "so "
     assert emission.output().token_ids == spelled("so END")
@@ -119,44 +128,44 @@ def test_a_stop_inside_an_accepted_block() -> None:
 
 def test_no_half_characters() -> None:
     emission = emission_of(every_byte())
-    shown = [emission.take([token], None).text for token in spelled("a€b😀c")]
+    shown = [taken(emission, [token]).text for token in spelled("a€b😀c")]
     assert shown == ["a", "", "", "€", "b", "", "", "", "😀", "c"]
 
 
 def test_an_unfinished_character_at_the_end_shows_as_the_tokenizer_shows_it() -> None:
     emission = emission_of(every_byte(), max_new_tokens=2)
-    assert emission.take(spelled("a€"), None).text == "a\ufffd" == decode(every_byte(), spelled("a€")[:2])
+    assert taken(emission, spelled("a€")).text == "a\ufffd" == decode(every_byte(), spelled("a€")[:2])
 
 
 def test_end_token_inside_a_block_is_the_last_id_and_has_no_text() -> None:
     emission = emission_of(every_byte())
-    event = emission.take([*spelled("ab"), 0, *spelled("cd")], None)
+    event = taken(emission, [*spelled("ab"), 0, *spelled("cd")])
     assert (event.token_ids, event.text, event.finish_reason) == ([*spelled("ab"), 0], "ab", "eos")
 
 
 def test_stop_token_has_no_text() -> None:
     (x,) = spelled("x")
     emission = emission_of(every_byte(), stop_token_ids=(x,))
-    event = emission.take(spelled("abxcd"), None)
+    event = taken(emission, spelled("abxcd"))
     assert (event.token_ids, event.text, event.finish_reason) == (spelled("abx"), "ab", "stop")
 
 
 def test_stop_strings_wait_for_the_minimum() -> None:
     emission = emission_of(every_byte(), stop=("b",), min_new_tokens=4)
-    assert emission.take(spelled("abab"), None).finish_reason == "stop"
+    assert taken(emission, spelled("abab")).finish_reason == "stop"
     assert emission.output().text == "aba"
 
 
 def test_held_back_text_is_given_out_at_the_end() -> None:
     emission = emission_of(every_byte(), stop=("abc",))
-    assert emission.take(spelled("xab"), None).text == "x"
-    assert emission.take([0], None).text == "ab"
+    assert taken(emission, spelled("xab")).text == "x"
+    assert taken(emission, [0]).text == "ab"
 
 
 def test_logprobs_are_float32_of_the_raw_logits() -> None:
     emission = emission_of(every_byte(), logprobs=2, temperature=0.5, repetition_penalty=2.0)
     logits = torch.randn(3, 258, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    emission.take([9, 10, 11], logits)
+    taken(emission, [9, 10, 11], logits)
     emission.finish_reason = "length"
     output, expected = emission.output(), logits.float().log_softmax(-1)
     assert output.logprobs == pytest.approx([float(expected[i, 9 + i]) for i in range(3)])

@@ -59,6 +59,8 @@ def measure(bed: Bed, method: Method, case: Case, repeat: int = 0) -> Record:
     for event in stream_requests(engine, [Request(list(prompt), params) for prompt in case.prompts]):
         times[event.index].append((time.perf_counter() - start, len(event.token_ids)))
         if event.output is not None:
+            if event.output.error is not None:
+                raise event.output.error
             outputs[event.index] = event.output
     seconds = max(row[-1][0] for row in times)
     memory = _peak(bed, before)

@@ -55,7 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     _summarise([outputs[key] for key in order])
     if arguments.profile:
         print_profile([output.stats for output in outputs.values()])
-    return 0
+    failed = [(key, output.error) for key, output in sorted(outputs.items()) if output.error is not None]
+    for (index, _), error in failed:
+        logger.error("prompt %d of %d ended with an error: %s", index + 1, len(prompts), error)
+    return 1 if failed else 0
 
 
 def _show(output: GenerationOutput, prompt: Any, number: str, streamed: bool, as_json: bool) -> None:

@@ -155,6 +155,8 @@ def _local(arguments: argparse.Namespace) -> Any:
                 prepared.append(Request(tokens, params))
         replies = [Reply("", False, f"history longer than the context of {limit} tokens") for _ in requests]
         for index, output in zip(kept, generate_requests(loaded.engine, prepared), strict=True):
+            if output.error is not None:
+                raise output.error
             replies[index] = Reply(output.text, output.finish_reason != "length")
         return replies
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aquiline.sampling import TokenChooser
 from aquiline.targets.target import Feature
-from aquiline.tree import DraftTree
+from aquiline.tree import DraftTree, pick_rows
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,18 @@ class Committed:
     counts: Sequence[int]
     tree: DraftTree | None = None
     logits: Tensor | None = None
+
+    def pick(self, indices: Sequence[int]) -> Committed:
+        """Selects rows by their index in the batch."""
+        index = list(indices)
+        return Committed(
+            rows=self.rows.pick(index),
+            tokens=self.tokens[index],
+            features=None if self.features is None else self.features[index],
+            counts=[self.counts[i] for i in index],
+            tree=None if self.tree is None else pick_rows(self.tree, index),
+            logits=None if self.logits is None else self.logits[index],
+        )
 
 
 class Drafter(Protocol):

@@ -86,8 +86,8 @@ class Batch:
     def advance(self) -> Iterator[StreamEvent]:
         """Runs at most one chunk of a prompt, then one step of the running rows, and yields the events.
 
-        If memory runs out, the newest request ends with an error. If anything else raises, the slots
-        are cleared, and the batch remains usable.
+        A request whose own processors raise ends alone, with the error in its last event. If memory runs out,
+        the newest request ends so. If anything else raises, the slots are cleared, and the batch remains usable.
         """
         for unit in (self._prefill_some, self._step):
             try:
@@ -125,17 +125,16 @@ class Batch:
         """Ends the newest request after `error`; None if the others cannot go on."""
         state, newest = self.state, self._prefill
         row = next(reversed(self._running), None) if newest is None else newest.row
-        # A step that failed before its commit can be repeated without the row.
-        texts = {slot: len(emission.occupant.tokens) for slot, emission in self._running.items()}
-        if row is None or any(int(state.cache.lengths[slot]) != length - 1 for slot, length in texts.items()):
+        # A step that failed before it chose a token can be repeated without the row.
+        if row is None or not all(emission.settled for emission in self._running.values()):
             return None
         emission = self._running[row] if newest is None else newest.emission
         self.cancel(emission)
         self._held[row] = []
         with self.engine.lock, torch.inference_mode():
             free(self.engine.drafter, state, row)
-        failure = MemoryError(f"memory ran out: {error}")
-        return StreamEvent(emission.index, [], "", sample=emission.sample, error=failure)
+        event = emission.take(error=MemoryError(f"memory ran out: {error}"))
+        return replace(event, output=emission.output())
 
     # -- prompts ----------------------------------------------------------------------------
 
@@ -218,14 +217,12 @@ class Batch:
             return []
         engine, rows = self.engine, sorted(self._running)
         jobs = [self._running[row] for row in rows]
-        # Limit the depth to the largest remaining budget, and keep every row within its context.
-        depth = min(max(job.remaining for job in jobs), *(job.context_left for job in jobs)) - 1
         results = step(
             engine.target,
             engine.drafter,
             self.state,
             rows,
-            max_depth=depth,
+            max_depth=max(job.remaining for job in jobs) - 1,
             keep_logits=any(job.wants_logits for job in jobs),
             lossy=engine.lossy,
         )
@@ -234,16 +231,16 @@ class Batch:
 
     def _emit(self, row: int, result: StepResult) -> StreamEvent:
         emission = self._running[row]
-        event = emission.take(result.tokens, result.logits, result.sources)
-        if event.error is not None:
-            self._leave(row)
-            return event
+        event = emission.take(result.logits, result.sources, result.error)
         if event.finish_reason is None:
             return event
         before = self._started[row]
         seconds = {k: s - before.get(k, 0.0) for k, s in self.state.stats.seconds.items()}
         emission.occupant.stats.seconds = seconds
         self._leave(row)
+        if result.error is not None:
+            self._held[row] = []
+            free(self.engine.drafter, self.state, row)
         return replace(event, output=emission.output())
 
     def _leave(self, row: int) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from aquiline.engine.batch import Batch, capacity_for
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
 
+logger = logging.getLogger("aquiline")
+
 
 def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[StreamEvent]:
     """Decodes requests as one batch; yields tokens and text as soon as they are final.
 
-    Requests wait for a free slot, and leave it as soon as they finish. An output depends only on
+    Requests wait for a free slot, and leave it as soon as they finish. One that fails (its logits
+    processor raises) ends alone, with the error in its output; a single request raises it. An output depends only on
     its own request, not on the rest of the batch (with sampled drafts: in distribution, because
     they share one generator). Closing the iterator frees everything.
 
@@ -51,7 +55,7 @@ def _stream(engine: Engine, emissions: Sequence[Emission]) -> Iterator[StreamEve
     try:
         while batch.busy:
             for event in batch.advance():
-                if event.error is not None:
+                if len(emissions) == 1 and event.error is not None:
                     raise event.error
                 yield event
     finally:
@@ -71,10 +75,12 @@ def generate_requests(
         progress: called with every event.
 
     Returns:
-        The n outputs of the first request, then those of the second, …
+        The n outputs of the first request, then those of the second, … An output that failed among
+        others has `error`, and a warning names it.
 
     Raises:
         ValueError: before any work, if a request cannot run.
+        Exception: the error of the first output, if all of them failed.
     """
     outputs: dict[tuple[int, int], GenerationOutput] = {}
     for event in stream_requests(engine, requests):
@@ -82,4 +88,10 @@ def generate_requests(
             progress(event)
         if event.output is not None:
             outputs[event.index, event.sample] = event.output
-    return [outputs[key] for key in sorted(outputs)]
+    ordered = [outputs[key] for key in sorted(outputs)]
+    failed = [(key, output.error) for key, output in sorted(outputs.items()) if output.error is not None]
+    if failed and len(failed) == len(ordered):
+        raise failed[0][1]
+    for (index, _), error in failed:
+        logger.warning("prompt %d of %d ended with an error: %s", index + 1, len(requests), error)
+    return ordered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aquiline.engine.request import Piece
@@ -13,8 +14,8 @@ class _Origin:
     """A token, until its piece is reported, and the characters of its text that are still to be released."""
 
     tokens: list[int]
-    source: str
-    step: int
+    source: str = "target"
+    step: int = 0
     characters: int = 0
 
 
@@ -27,10 +28,18 @@ class Provenance:
     """
 
     _origins: deque[_Origin] = field(default_factory=deque)
+    _unnamed: list[_Origin] = field(default_factory=list)
 
-    def token(self, token: int, source: str, step: int) -> None:
+    def token(self, token: int) -> None:
         """Adds the next token; the text decoded from now on is its own."""
-        self._origins.append(_Origin([token], source, step))
+        self._unnamed.append(_Origin([token]))
+        self._origins.append(self._unnamed[-1])
+
+    def name(self, sources: Sequence[str], step: int) -> None:
+        """Names what drafted each token added since the last call, and the step that emitted them."""
+        for origin, source in zip(self._unnamed, sources, strict=True):
+            origin.source, origin.step = source, step
+        self._unnamed.clear()
 
     def decoded(self, text: str) -> None:
         """Notes that the last token completed `text`."""

@@ -78,11 +78,13 @@ class GenerationOutput:
         text: the text of `token_ids` without special tokens, cut before the end token or stop
             string; empty for an engine without a tokenizer.
         finish_reason: "eos" (one of the model's end-of-sequence tokens), "stop" (a stop string or
-            one of `stop_token_ids`) or "length" (max_new_tokens or the context is exhausted).
+            one of `stop_token_ids`), "length" (max_new_tokens or the context is exhausted) or "error".
         stats: counters of this output; `seconds` are those of the batch while it held a slot.
         seed: seed of its draws; repeats the output for the same prompt and settings.
         logprobs: log-probability of each of `token_ids`, if requested.
         top_logprobs: per token, id → log-probability of the likeliest ids, if requested.
+        error: what ended this output alone, after its last token: a logits processor that raised, or
+            logits that leave nothing to choose.
     """
 
     prompt_tokens: list[int]
@@ -93,6 +95,7 @@ class GenerationOutput:
     seed: int
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, eq=False)

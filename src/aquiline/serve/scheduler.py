@@ -194,7 +194,7 @@ class Scheduler:
                 self.metrics.began(emission)
             self.metrics.stepped(emission, event, seen)
             self.metrics.timed(seen, len(event.token_ids))
-        if event.output is not None:
+        if event.output is not None and event.error is None:
             self.metrics.finished(seen, event.output.finish_reason)
         job.deliver(event)
         if event.error is not None:
