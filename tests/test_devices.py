@@ -105,7 +105,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folders: Path, target: str, device: Any = "cpu", draft: Any = None, **settings: Any) -> Loaded:
     named = folders / draft if isinstance(draft, str) and (folders / draft).is_dir() else draft
     return aquiline.load(
-        folders / target, named, tokenizer=byte_level(), dtype="float32", device=device, packed=False, **settings
+        folders / target,
+        named,
+        tokenizer=byte_level(),
+        dtype="float32",
+        device=device,
+        packed=device != "cpu",
+        **settings,
     )
 
 

@@ -15,7 +15,7 @@ from aquiline.drafters.drafter import Drafter, Needs
 from aquiline.engine.chat import ChatSession
 from aquiline.engine.drafting import Tree, make_drafter, read_tree
 from aquiline.engine.generate import generate_requests, stream_requests
-from aquiline.engine.opening import fast_copy, generation_defaults, open_target
+from aquiline.engine.opening import fast_form, generation_defaults, open_target
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
 from aquiline.engine.text import Prompt, encode_prompt
 from aquiline.sampling import SamplingParams
@@ -149,7 +149,8 @@ def load(
         tokenizer: required for text prompts if `target` is a transformers model.
         dtype: of the weights; None chooses bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere.
         device: where the target runs.
-        packed: use the fast CPU copy if this machine supports it.
+        packed: use the form that is fast on the device: on a CPU a packed copy, if this machine supports it;
+            elsewhere joined projections.
         exact: keep a token's bits independent of the rest of its forward in the packed copy; None
             does so in bfloat16, where rounding decides near-ties. False is faster for many rows.
         adaptive: fall back to plain decoding while drafting does not pay; None does so unless
@@ -163,7 +164,7 @@ def load(
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
     tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
-    fast = fast_copy(model, exact) if packed else model
+    fast = fast_form(model, exact, path is not None) if packed else model
     _check_parts(draft, tokenizer, lossy)
     drafter, name = make_drafter(draft, tree, fast, path, packed)
     if drafter is not None:

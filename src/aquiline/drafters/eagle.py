@@ -13,7 +13,15 @@ from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
 from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
-from aquiline.drafters.eagle_network import DraftHead, EagleNetwork, Network, forward_network, head_on, new_draft_cache
+from aquiline.drafters.eagle_network import (
+    DraftHead,
+    EagleNetwork,
+    Network,
+    forward_network,
+    head_on,
+    join_network,
+    new_draft_cache,
+)
 from aquiline.drafters.packed import PackedNetwork, packed_network
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
 from aquiline.drafters.trees import (
@@ -63,8 +71,8 @@ class EagleDrafter:
         sampled: for rows that sample, draw children instead of taking the likeliest (EAGLE-1's
             Algorithm 1); needs a chain or a static tree. The output then equals plain decoding in
             distribution, not token for token.
-        packed: draft with a fast CPU copy of the current network, if the machine supports it; not
-            for a network whose weights still change.
+        packed: draft with a fast form of the current network: on a CPU a copy, if the machine supports
+            it; elsewhere joined projections. Not for a network whose weights still change.
     """
 
     def __init__(
@@ -81,6 +89,8 @@ class EagleDrafter:
         weight = head.network.fc.weight
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
         self._network: Network | PackedNetwork = (packed_network(head.network) if packed else None) or head.network
+        if packed and weight.device.type != "cpu":
+            join_network(head.network)
 
     def new_state(self, slots: int, capacity: int) -> EagleState:
         network, config = self.head.network, self.head.config

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from aquiline.cache import KVCache, new_cache
 from aquiline.drafters.coupled import GAMMA
-from aquiline.targets.attention import attend, attention_mask, place, read, write
+from aquiline.targets.attention import attention_frame, attention_output, place
 from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm, decoder_layers
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Feature
@@ -240,6 +240,13 @@ def build_network(config: HeadConfig) -> Network:
     return Eagle3Network(config) if config.kind == "eagle3" else EagleNetwork(config)
 
 
+def join_network(network: Network) -> None:
+    """Joins projections that read the same input; see `aquiline.targets.decoder.Decoder.join`."""
+    for module in network.modules():
+        if isinstance(module, Attention | GatedMLP):
+            module.join()
+
+
 def new_draft_cache(network: Network, rows: int, capacity: int, max_capacity: int) -> KVCache:
     """Allocates the head's own cache."""
     layer = network.config.layer
@@ -284,14 +291,13 @@ def forward_network(
         (B, T, H) stream after the last layer (pre-norm).
     """
     placement = place(cache, rows, embedded.shape[1], offset)
-    cos, sin = rotary.at(positions, placement.span)
-    mask = attention_mask(placement, positions, ancestors, None, embedded.dtype)
+    sizes = network.config.layer
+    fused = embedded.device.type != "cpu" or network.attention(0).joined is not None
+    group = sizes.num_heads // sizes.num_kv_heads
+    frame = attention_frame(cache, placement, positions, ancestors, rotary, [None], group, fused)
     stream = network.enter(embedded, hidden)
     for i in range(network.config.num_layers):
-        attention = network.attention(i)
         read_from, residual = network.layer_input(i, stream, embedded)
-        q, k, v = attention.qkv(read_from, cos, sin)
-        write(cache, i, placement, k, v)
-        keys, values = read(cache, i, placement)
-        stream = network.layer_finish(i, residual, attend(q, keys, values, mask, attention.scale))
+        mixed = attention_output(network.attention(i), read_from, frame, i, None, True)
+        stream = network.layer_finish(i, residual, mixed)
     return stream

@@ -108,12 +108,26 @@ def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch
     return torch.bfloat16 if fast else torch.float32
 
 
-def fast_copy(target: Target, exact: bool | None) -> Target:
-    """Returns the packed CPU copy of our own decoder if this machine supports it, else the target itself."""
+def fast_form(target: Target, exact: bool | None, owned: bool) -> Target:
+    """Returns our own decoder in the form that is fast on its device: on a CPU a packed copy, if supported.
+
+    Args:
+        target: the target; any but our own decoder is returned as it is.
+        exact: see `aquiline.targets.packed.packed`.
+        owned: the weights were loaded here; a user's model is not joined, which would store its weights twice.
+
+    Mutates: on other devices, joins the target's projections.
+    """
     from aquiline.targets.decoder import Decoder
     from aquiline.targets.packed import packed
 
-    return (packed(target, exact) or target) if isinstance(target, Decoder) else target
+    if not isinstance(target, Decoder):
+        return target
+    if target.device.type == "cpu":
+        return packed(target, exact) or target
+    if owned:
+        target.join()
+    return target
 
 
 def generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:

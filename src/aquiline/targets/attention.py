@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aquiline.cache import KVCache
+from aquiline.targets.layers import Attention
+from aquiline.targets.rope import RotaryTable, rotate
 from aquiline.tree import index_on, select
 
 
@@ -74,6 +76,14 @@ def read(cache: KVCache, layer: int, placement: Placement) -> tuple[Tensor, Tens
     )
 
 
+def _committed(placement: Placement, positions: Tensor) -> Tensor:
+    """Returns the committed lengths of the rows, (B, 1) int64 on the device of `positions`."""
+    if placement.offset == 0:
+        return positions[:, :1]  # the first new token follows the committed ones
+    # The levels of a tree share one copy.
+    return index_on(positions.device, *(start - placement.offset for start in placement.starts))[:, None]
+
+
 def attention_mask(
     placement: Placement,
     positions: Tensor,
@@ -102,8 +112,8 @@ def attention_mask(
         causal = torch.ones(width, tail, dtype=torch.bool, device=device).tril(offset)
         ancestors = causal.expand(len(starts), -1, -1)
     committed: int | Tensor = starts[0] - offset
-    if not same:  # The first new token follows the committed ones; the levels of a tree share one copy.
-        committed = index_on(device, *(start - offset for start in starts))[:, None] if offset else positions[:, :1]
+    if not same:
+        committed = _committed(placement, positions)
     slots = torch.arange(span, device=device)[None, :]
     relative = (slots - committed).expand(len(starts), -1)  # (B, span), index among the uncommitted slots
     inside = (relative >= 0) & (relative < tail)
@@ -117,6 +127,115 @@ def attention_mask(
         visible &= positions[:, :, None] - key_positions[:, None, :] < window
     mask = torch.zeros(visible.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionFrame:
+    """What all layers of one forward share.
+
+    Attributes:
+        cache: keys and values.
+        placement: where the new ones go.
+        cos: (B, T, dim).
+        sin: (B, T, dim).
+        masks: window → additive mask: (B, T, span); in a fused forward (B, 1, T · group, span).
+        turned: in a fused forward, `sin` with its first half negated; None elsewhere.
+        cells: in a fused forward of rows of different lengths, (B, 1) rows and (B, T) slots of the new keys.
+    """
+
+    cache: KVCache
+    placement: Placement
+    cos: Tensor
+    sin: Tensor
+    masks: Mapping[int | None, Tensor | None]
+    turned: Tensor | None = None
+    cells: tuple[Tensor, Tensor] | None = None
+
+
+def attention_frame(
+    cache: KVCache,
+    placement: Placement,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    rotary: RotaryTable,
+    windows: Sequence[int | None],
+    group: int,
+    fused: bool,
+) -> AttentionFrame:
+    """Prepares what all layers of one forward share.
+
+    Args:
+        cache: the cache.
+        placement: location of the tokens.
+        positions: (B, T) int64.
+        ancestors: as for `attention_mask`.
+        rotary: the table; its dtype is that of the masks.
+        windows: those that occur in the layers.
+        group: query heads of a key head.
+        fused: prepare for `attention_output` in few kernels.
+    """
+    cos, sin = rotary.at(positions, placement.span)
+    masks = {w: attention_mask(placement, positions, ancestors, w, rotary.dtype) for w in set(windows)}
+    if not fused:
+        return AttentionFrame(cache, placement, cos, sin, masks)
+    folded = {w: None if mask is None else mask.repeat(1, group, 1)[:, None] for w, mask in masks.items()}
+    half, cells = sin.shape[-1] // 2, None
+    if len(set(placement.starts)) > 1 or not isinstance(placement.rows, slice):
+        new = torch.arange(placement.offset, placement.offset + placement.width, device=positions.device)
+        cells = index_on(new.device, *placement.slots)[:, None], _committed(placement, positions) + new
+    turned = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    return AttentionFrame(cache, placement, cos, sin, folded, turned, cells)
+
+
+def attention_output(
+    attention: Attention, x: Tensor, frame: AttentionFrame, layer: int, window: int | None, rotated: bool
+) -> Tensor:
+    """Computes an attention up to its output projection, (B, T, input_size) → (B, T, heads · head_dim).
+
+    Args:
+        attention: the projections.
+        x: its input.
+        frame: of the forward; keys and values are written into its cache.
+        layer: of the cache.
+        window: sliding window of the layer.
+        rotated: whether it has rotary positions.
+    """
+    cache, placement, mask = frame.cache, frame.placement, frame.masks[window]
+    if frame.turned is None:
+        q, k, v = attention.qkv(x, frame.cos if rotated else None, frame.sin if rotated else None)
+        write(cache, layer, placement, k, v)
+        keys, values = read(cache, layer, placement)
+        return attend(q, keys, values, mask, attention.scale)
+    q, k, v = _fused_qkv(attention, x, frame, rotated)
+    for block, new in ((cache.keys(layer), k), (cache.values(layer), v)):
+        if frame.cells is None:
+            block[placement.rows, :, placement.starts[0] : placement.starts[0] + placement.width] = new.transpose(1, 2)
+        else:
+            block.transpose(1, 2)[frame.cells] = new
+    keys, values = read(cache, layer, placement)
+    batch, width, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    # Query heads of a group share their keys: folded into the query axis, they need no `enable_gqa`, which
+    # CUDA's fused kernels do not take together with a mask.
+    grouped = q.view(batch, width, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mixed = nn.functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=attention.scale)
+    mixed = mixed.view(batch, kv_heads, heads // kv_heads, width, -1).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(batch, width, -1)
+
+
+def _fused_qkv(attention: Attention, x: Tensor, frame: AttentionFrame, rotated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, T, heads, dim), k and v (B, T, kv_heads, dim); q and k are normed and rotated together."""
+    parts = attention.qkv_heads(x)
+    split = attention.num_heads + attention.num_kv_heads
+    both, v = parts[:, :, :split], parts[:, :, split:]
+    both = attention.normed(both)
+    if rotated and frame.turned is not None:
+        cos, turned = frame.cos[:, :, None], frame.turned[:, :, None]
+        if cos.shape[-1] == both.shape[-1]:
+            both = torch.addcmul(both * cos, both.roll(cos.shape[-1] // 2, -1), turned)
+        else:
+            both = rotate(both, cos, frame.sin[:, :, None])
+    return both[:, :, : attention.num_heads], both[:, :, attention.num_heads :], v
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

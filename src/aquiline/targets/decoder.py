@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aquiline.cache import KVCache, new_cache
 from aquiline.models.tensors import check_tensors
-from aquiline.targets.attention import attend, attention_mask, place, read, write
+from aquiline.targets.attention import attention_frame, attention_output, place
 from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm, decoder_layers
 from aquiline.targets.rope import RotaryTable, max_positions, rope_from_hf
 from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
@@ -157,10 +157,23 @@ class Decoder(nn.Module):
 
     def rotary(self, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of `positions` (all below `limit`), each (*positions.shape, dim)."""
+        return self._table.at(positions, limit)
+
+    @property
+    def _table(self) -> RotaryTable:
         table = self._rotary_table
         if table is None or (table.dtype, table.device) != (self.dtype, self.device):
             table = self._rotary_table = RotaryTable(self.config.layer.rope, self.dtype, self.device)
-        return table.at(positions, limit)
+        return table
+
+    def join(self) -> None:
+        """Joins projections that read the same input: fewer kernels, which is what a GPU waits for.
+
+        Logits change within rounding. The parameters become views of the joined weights.
+        """
+        for layer in decoder_layers(self.layers):
+            layer.self_attn.join()
+            layer.mlp.join()
 
     def forward(
         self,
@@ -174,23 +187,16 @@ class Decoder(nn.Module):
     ) -> TargetOutput:
         check_features(features, self.config.num_layers)
         placement = place(cache, rows, tokens.shape[1])
-        cos, sin = self.rotary(positions, placement.span)
-        masks = {
-            window: attention_mask(placement, positions, ancestors, window, self.dtype)
-            for window in set(self.config.windows)
-        }
+        layers, group = decoder_layers(self.layers), self.config.layer.num_heads // self.config.layer.num_kv_heads
+        fused = self.device.type != "cpu" or layers[0].self_attn.joined is not None
+        frame = attention_frame(cache, placement, positions, ancestors, self._table, self.config.windows, group, fused)
         hidden = self.embed_tokens(tokens)
         taken: dict[Feature, Tensor] = {}
-        for i, layer in enumerate(decoder_layers(self.layers)):
+        for i, layer in enumerate(layers):
             if i in features:
                 taken[i] = hidden
-            rotated = self.config.rotary[i]
-            q, k, v = layer.self_attn.qkv(
-                layer.input_layernorm(hidden), cos if rotated else None, sin if rotated else None
-            )
-            write(cache, i, placement, k, v)
-            keys, values = read(cache, i, placement)
-            mixed = attend(q, keys, values, masks[self.config.windows[i]], layer.self_attn.scale)
+            window, rotated = self.config.windows[i], self.config.rotary[i]
+            mixed = attention_output(layer.self_attn, layer.input_layernorm(hidden), frame, i, window, rotated)
             hidden = layer.finish(hidden, mixed)
         taken[self.config.num_layers] = hidden
         taken["final"] = final = self.norm(hidden)

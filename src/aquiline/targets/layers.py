@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +62,56 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":  # one kernel; the CPU has none, and keeps its bits
+            return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
 
-class Attention(nn.Module):
-    """Projections of grouped-query attention; `attention.attend` computes the attention.
+class Joined(NamedTuple):
+    """Several linears that read the same input, as one.
+
+    Attributes:
+        weight: (sum of the outputs, inputs).
+        bias: (sum of the outputs,) or None.
+        norms: (heads + kv_heads, head_dim) weights of the norms of q and k, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    norms: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def join(*linears: nn.Linear) -> Joined:
+    """Joins linears into one product; their parameters become views of its weight, so that nothing is stored twice."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    bias = torch.cat([linear.bias.detach() for linear in linears]) if linears[0].bias is not None else None
+    sizes = [linear.out_features for linear in linears]
+    for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
+    if bias is not None:
+        for linear, part in zip(linears, torch.split(bias, sizes), strict=True):
+            linear.bias = nn.Parameter(part, requires_grad=linear.bias.requires_grad)
+    return Joined(weight, bias)
+
+
+class Joinable(nn.Module):
+    """A module whose `joined` linears are dropped when its parameters move."""
+
+    joined: Joined | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Joinable:
+        self.joined = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class Attention(Joinable):
+    """Projections of grouped-query attention; `attention.attention_output` computes the attention.
 
     Args:
         config: sizes.
@@ -91,6 +135,30 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.has_qk_norm = config.qk_norm
+
+    def join(self) -> None:
+        """Computes q, k and v in one product from now on, where `attention.attention_output` runs fused."""
+        self.joined = join(self.q_proj, self.k_proj, self.v_proj)
+        if self.has_qk_norm:
+            norms = ((self.q_norm, self.num_heads), (self.k_norm, self.num_kv_heads))
+            self.joined = self.joined._replace(norms=torch.cat([norm.weight.expand(n, -1) for norm, n in norms]))
+
+    def qkv_heads(self, x: Tensor) -> Tensor:
+        """q, k and v before norms and rotation: (B, T, heads + 2 · kv_heads, head_dim)."""
+        if self.joined is not None:
+            flat = self.joined(x)
+        else:
+            flat = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+        return flat.view(*x.shape[:2], -1, self.head_dim)
+
+    def normed(self, heads: Tensor) -> Tensor:
+        """Norms of q and k, (B, T, heads + kv_heads, head_dim), where the layer has them."""
+        if not self.has_qk_norm:
+            return heads
+        if self.joined is not None and self.joined.norms is not None:
+            return nn.functional.rms_norm(heads, heads.shape[-1:], None, self.q_norm.eps) * self.joined.norms
+        q, k = heads[:, :, : self.num_heads], heads[:, :, self.num_heads :]
+        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
 
     def qkv(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Computes q, k and v with rotary positions.
@@ -116,7 +184,7 @@ class Attention(nn.Module):
         return q, k, v
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Joinable):
     """down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: LayerConfig) -> None:
@@ -127,11 +195,18 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
         self.tanh_gelu = config.activation == "gelu_pytorch_tanh"
 
+    def join(self) -> None:
+        """Computes gate and up in one product from now on."""
+        self.joined = join(self.gate_proj, self.up_proj)
+
     def forward(self, x: Tensor) -> Tensor:
         """(…, H) → (…, H)."""
-        gate = self.gate_proj(x)
+        if self.joined is not None:
+            gate, up = self.joined(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
         gate = nn.functional.gelu(gate, approximate="tanh") if self.tanh_gelu else nn.functional.silu(gate)
-        result: Tensor = self.down_proj(gate * self.up_proj(x))
+        result: Tensor = self.down_proj(gate * up)
         return result
 
 
