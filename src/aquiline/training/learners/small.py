@@ -128,7 +128,7 @@ class SmallLearner:
         tensors["model.embed_tokens.weight"] = self.target.embed_tokens.weight
         if not self.target.config.tied:
             tensors["lm_head.weight"] = self.target.lm_head.weight
-        tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in tensors.items()}
+        tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in tensors.items()}
         config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         config = small_model_json(config, self.network.config) | {"aquiline_target_fingerprint": self.fingerprint}
         with filling(folder) as scratch:
