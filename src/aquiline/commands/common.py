@@ -120,6 +120,29 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+MODEL_OPTIONS: dict[str, Any] = {
+    "tree": None,
+    "dtype": None,
+    "device": "cpu",
+    "threads": None,
+    "rows": 8,
+    "lossy": None,
+}
+"""Options of `add_model_options` that only our own engine has → default."""
+
+
+def refuse_given(arguments: argparse.Namespace, defaults: dict[str, Any], where: str, remedy: str) -> None:
+    """Rejects options that were given but have no effect.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name, default in defaults.items():
+        if getattr(arguments, name) != default:
+            flag = "flags after --" if name == "flags" else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} has no effect with {where}; {remedy}")
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Adds the fields of `SamplingParams`; omitted options keep the model's defaults."""
     group = parser.add_argument_group("sampling")

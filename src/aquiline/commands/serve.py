@@ -8,7 +8,7 @@ import logging
 import shlex
 from pathlib import PurePath
 
-from aquiline.commands.common import add_model_options, load_model
+from aquiline.commands.common import MODEL_OPTIONS, add_model_options, load_model, refuse_given
 
 logger = logging.getLogger("aquiline")
 
@@ -20,12 +20,7 @@ _OWN = {
     "max_queue": 64,
     "timeout": 600.0,
     "served_model_name": None,
-    "tree": None,
-    "dtype": None,
-    "device": "cpu",
-    "threads": None,
-    "rows": 8,
-    "lossy": None,
+    **MODEL_OPTIONS,
 }
 """Options of our own server → default; vLLM takes its own flags after --."""
 
@@ -65,11 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command: our own server until it is told to stop; vLLM in place of this process."""
     own = arguments.engine == "aquiline"
-    for name, default in (_VLLM if own else _OWN).items():
-        if getattr(arguments, name) != default:
-            flag = "flags after --" if name == "flags" else f"--{name.replace('_', '-')}"
-            remedy = "add --engine vllm" if own else "drop it, or give vLLM its own flags after --"
-            raise ValueError(f"{flag} has no effect with --engine {arguments.engine}; {remedy}")
+    remedy = "add --engine vllm" if own else "drop it, or give vLLM its own flags after --"
+    refuse_given(arguments, _VLLM if own else _OWN, f"--engine {arguments.engine}", remedy)
     return _serve(arguments) if own else _serve_vllm(arguments)
 
 
