@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from aquiline.cli import COMMANDS, build_parser
+from aquiline.commands.doctor import examine
 from tests.command_line import Result, call, write_eagle, write_target
 
 TEXT = "Tell me a story."
@@ -301,8 +302,19 @@ def test_tune_writes_what_generate_takes(aquiline: Any, base: Path) -> None:
 def test_doctor(aquiline: Any) -> None:
     found = json.loads(aquiline("doctor", "--json").out)
     assert found["facts"]["torch"] == torch.__version__ and found["advice"]
+    assert found["facts"]["cuda"] is False and "pretended" not in str(found["advice"])
     shown = aquiline("doctor").out
     assert "torch" in shown and "packed path" in shown
+
+
+def test_doctor_says_what_was_checked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "GPU of tests")
+    for capability, dtype in (((8, 6), "bfloat16"), ((7, 5), "float16")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args, found=capability: found)
+        facts, advice = examine()
+        assert facts["cuda"] == f"GPU of tests, {dtype} by default"
+        assert any("pretended" in line and "benchmarks/gpu.py" in line for line in advice)
 
 
 def test_completion_knows_every_command(aquiline: Any) -> None:

@@ -6,6 +6,8 @@ A tensor left on the wrong device, a CPU generator or float64 is an error of the
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -220,3 +222,12 @@ def test_a_step_waits_for_the_device_as_rarely_as_it_can(name: str, rows: int) -
     steps = counted_steps(rows, make)
     assert max(step[0] for step in steps) == to_host
     assert max(step[1] for step in steps) <= to_device
+
+
+def test_the_benchmark_of_gpus_runs_in_smoke_form() -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--smoke"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr
+    for name in ("plain", "forward, ms by width", "cycle", "trees", "batches"):
+        assert f"\n| {name} |" in result.stdout, result.stdout

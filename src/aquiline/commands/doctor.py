@@ -53,10 +53,17 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         "bfloat16 matrix products": bool(bf16),
         "packed path, bfloat16": packable(torch.bfloat16, torch.device("cpu")),
         "packed path, float32": packable(torch.float32, torch.device("cpu")),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else False,
+        "cuda": _on_gpu("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else False,
+        "mps": _on_gpu("mps", platform.machine()) if torch.backends.mps.is_available() else False,
         "extras": [name for name in ("accelerate", "pyarrow", "datasets", "llguidance", "shtab") if _installed(name)],
     }
     return facts, _advice(facts)
+
+
+def _on_gpu(device: str, name: str) -> str:
+    from aquiline.engine.opening import weights_dtype
+
+    return f"{name}, {str(weights_dtype(None, device)).removeprefix('torch.')} by default"
 
 
 def _installed(name: str) -> bool:
@@ -71,6 +78,11 @@ def _advice(facts: dict[str, Any]) -> list[str]:
         lines.append("this processor lacks fast bfloat16: the default is float32, which is about half as fast")
     if not facts["packed path, float32"]:
         lines.append("this PyTorch build lacks prepacked kernels: the slower reference path runs")
+    if facts["cuda"] or facts["mps"]:
+        lines.append(
+            "GPUs were only checked on a pretended device: compare outputs with --device cpu, and measure with "
+            "benchmarks/gpu.py of the repository"
+        )
     if facts["threads"] != facts["cores"]:
         lines.append(
             f"PyTorch uses {facts['threads']} threads on {facts['cores']} cores; set --threads or OMP_NUM_THREADS"

@@ -40,7 +40,7 @@ def open_target(
         return None, _as_given(target, dtype, device), tokenizer
     path = resolve_target(target, logger.info)
     place = _existing(_device(device))
-    model = load_target(path, _dtype(dtype, place), place)
+    model = load_target(path, weights_dtype(dtype, place), place)
     return path, model, load_tokenizer(path) if tokenizer is None else tokenizer
 
 
@@ -60,7 +60,7 @@ def _as_given(target: Any, dtype: torch.dtype | str | None, device: str | torch.
 
 def _check_given(target: Target, dtype: torch.dtype | str | None, device: str | torch.device) -> None:
     """Rejects a dtype or device that differs from the model's: a model passed as an object is not moved."""
-    if dtype is not None and _dtype(dtype, device) != target.dtype:
+    if dtype is not None and weights_dtype(dtype, device) != target.dtype:
         raise ValueError(
             f"dtype is {dtype}, but the model is in {target.dtype}; convert the model first, and omit dtype"
         )
@@ -85,7 +85,12 @@ def _existing(device: torch.device) -> torch.device:
     return device
 
 
-def _dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
+def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
+    """Returns the dtype of a target's weights: as asked, else a fast one of the device.
+
+    Raises:
+        ValueError, TypeError: not a floating-point dtype or the name of one.
+    """
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if dtype is not None:

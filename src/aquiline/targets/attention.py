@@ -1,4 +1,4 @@
-"""Masks and grouped attention over a cache, shared by targets and draft heads."""
+"""Masks and grouped attention over a cache, shared by targets and draft heads; in few kernels on GPUs."""
 
 from __future__ import annotations
 
