@@ -32,7 +32,6 @@ COMMANDS = {
 _EXTRAS = {
     "accelerate": "train",
     "datasets": "datasets",
-    "ijson": "train",
     "llguidance": "grammar",
     "prometheus_client": "serve",
     "pyarrow": "train",

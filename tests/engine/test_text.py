@@ -46,6 +46,41 @@ def test_no_second_beginning_of_sequence() -> None:
     assert encode_prompt(tokenizer, "a")[0] == 1, "without a template text is taken as it is"
 
 
+def test_arrays_tensors_and_encodings_are_token_ids() -> None:
+    tokenizer = every_byte()
+    ids = encode_prompt(tokenizer, "Hé", raw=True)
+    rows = [
+        numpy.array(ids),
+        torch.tensor(ids),
+        torch.tensor([ids]),
+        tokenizer("Hé"),
+        tokenizer("Hé", return_tensors="pt"),
+    ]
+    assert [encode_prompt(tokenizer, row) for row in rows] == [ids] * len(rows)
+
+
+def test_a_spelled_out_beginning_of_sequence_is_not_doubled() -> None:
+    tokenizer = deepcopy(every_byte())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<turn> $A", special_tokens=[("<turn>", 1)])
+    tokenizer.bos_token = "<turn>"
+    assert encode_prompt(tokenizer, "<turn>a", raw=True) == encode_prompt(tokenizer, "a", raw=True)
+    assert encode_prompt(tokenizer, "<turn><turn>a", raw=True)[:3] == [1, 1, tokenizer.convert_tokens_to_ids("a")]
+
+
+def test_a_tokenizer_that_panics_is_named() -> None:
+    class PanicException(BaseException):
+        """Stands for that of pyo3, which derives from BaseException too."""
+
+    class Panicking:
+        chat_template = None
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            raise PanicException("regex: too many retries")
+
+    with pytest.raises(ValueError, match=r"too many retries.*tokenizer\.json"):
+        encode_prompt(Panicking(), "a")
+
+
 def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
@@ -60,8 +95,8 @@ REJECTED: dict[str, tuple[Any, type[Exception], str]] = {
     "one message": (user("x")[0], TypeError, "not dict"),
     "set": ({1, 2}, TypeError, "not set"),
     "iterator": (iter([1, 2]), TypeError, "iterator"),
-    "tensor": (torch.tensor([1, 2]), TypeError, "not Tensor"),
-    "array": (numpy.array([1, 2]), TypeError, "not ndarray"),
+    "rows of ids": (torch.tensor([[1, 2], [3, 4]]), TypeError, "2 rows of token ids.*list of prompts"),
+    "array of fractions": (numpy.array([1.5]), TypeError, "1.5.*list of integers"),
     "fraction": ([1.5], TypeError, "1.5.*list of integers"),
     "booleans": ([True, False], TypeError, "True.*list of integers"),
     "texts": (["a", "b"], TypeError, "'a'.*messages"),

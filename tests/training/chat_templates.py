@@ -93,6 +93,30 @@ GEMMA = """\
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}
 """
 
+# Thoughts have a field of their own, and a setting puts an empty thought into the generation prompt.
+QWEN3_FIELDS = QWEN3.replace(
+    "{%- set thoughts = '' -%}", "{%- set thoughts = turn.reasoning_content if turn.reasoning_content else '' -%}"
+).replace(
+    "'<|im_start|>assistant\\n' -}}{%- endif -%}",
+    "'<|im_start|>assistant\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking "
+    "else '') -}}{%- endif -%}",
+)
+
+# The generation prompt opens a thought.
+OPENS_THOUGHT = QWEN3.replace(
+    "'<|im_start|>assistant\\n' -}}{%- endif -%}", "'<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"
+)
+
+TOOLS = """\
+{%- if tools -%}{{- '<|im_start|>tools\\n' + tools | tojson + '<|im_end|>\\n' -}}{%- endif -%}
+{%- for turn in messages -%}
+  {{- '<|im_start|>' + turn.role + '\\n' + turn.content -}}
+  {%- for call in turn.tool_calls or [] -%}{{- '<call>' + call.function | tojson -}}{%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
 NO_END_OF_TURN = """\
 {%- for turn in messages -%}{{- '<|im_start|>' + turn.role + '\\n' + turn.content -}}{%- endfor -%}
 """

@@ -76,55 +76,86 @@ def _byte_fallback_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(ids) if None not in ids and len(set(ids)) == 256 else frozenset()
 
 
-def encode_prompt(tokenizer: Any | None, prompt: Prompt, *, raw: bool = False) -> list[int]:
+def encode_prompt(
+    tokenizer: Any | None,
+    prompt: Prompt,
+    *,
+    raw: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Converts a prompt to token ids; `aquiline.engine.request.check` compares them with the vocabulary.
 
     Text becomes one user message in the chat template, if the tokenizer has one; with `raw` it is
-    tokenized without the template, and with the tokenizer's own special tokens. Messages go
-    through the chat template, followed by the start of an answer; the template writes the
-    beginning-of-sequence token itself, so none is added. Token ids are used unchanged.
+    tokenized without the template, and with the tokenizer's own special tokens; a beginning-of-sequence token that
+    the text spells out is not doubled. Messages go through the chat template, followed by the start of an answer; the
+    template writes the beginning-of-sequence token itself, so none is added. Token ids are used unchanged, in a list,
+    array, tensor or `BatchEncoding` of one row.
 
     Args:
         tokenizer: a Hugging Face tokenizer, or None if prompts are token ids.
         prompt: the prompt.
         raw: do not apply the chat template to text.
+        tools: descriptions of tools, for the chat template.
+        chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
-        ValueError: for an empty prompt, or a missing tokenizer or chat template.
+        ValueError: for an empty prompt, a missing tokenizer or chat template, or template variables without one.
         TypeError: for a prompt of the wrong type.
     """
+    prompt = _listed(prompt)
     if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes | bytearray):
         raise TypeError(f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     if not prompt:
         raise ValueError(EMPTY_PROMPT)
+    chat = any(isinstance(part, Mapping) for part in prompt) or (
+        isinstance(prompt, str) and not raw and getattr(tokenizer, "chat_template", None)
+    )
+    if not chat and (tools or chat_template_kwargs):
+        raise ValueError("tools and chat_template_kwargs need messages, or a text without raw, and a chat template")
+    if chat:
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = render(tokenizer, messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return _tokenize(tokenizer, text, special=False)
     if isinstance(prompt, str):
-        return _encode_text(tokenizer, prompt, raw)
-    if any(isinstance(part, Mapping) for part in prompt):
-        return _tokenize(tokenizer, render(tokenizer, prompt), special=False)  # type: ignore[arg-type]
+        return _tokenize(tokenizer, prompt, special=True)
     return [_token_id(part) for part in prompt]
 
 
-def render(tokenizer: Any | None, messages: Sequence[Mapping[str, Any]]) -> str:
+def _listed(prompt: Any) -> Any:
+    """Returns the token ids of an array, a tensor or a `BatchEncoding`; other prompts unchanged."""
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        prompt = prompt["input_ids"]
+    if callable(getattr(prompt, "tolist", None)):
+        prompt = prompt.tolist()
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        return prompt[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        raise TypeError(f"a prompt has {len(prompt)} rows of token ids; pass them as a list of prompts (.tolist())")
+    return prompt
+
+
+def render(
+    tokenizer: Any | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
     """Renders messages with the model's chat template, up to the start of the next answer.
 
     Raises:
-        ValueError: without a chat template, or if the template rejects the messages.
+        ValueError: without a chat template, or if the template rejects the messages; see `apply_template`.
     """
-    from jinja2 import TemplateError
+    from aquiline.engine.template import apply_template
 
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages need a tokenizer with a chat template; pass a text with raw=True, or token ids")
-    assert tokenizer is not None
-    try:
-        texts = [_checked(message) for message in messages]
-        text: str = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ValueError(f"the chat template rejects the messages: {error}") from error
-    return text
+    checked = [_checked(message) for message in messages]
+    return apply_template(tokenizer, checked, tools=tools or (), settings=chat_template_kwargs)
 
 
 def _checked(message: Any) -> Mapping[str, Any]:
-    """Returns the message with its content as one text, the form that templates of text models expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TypeError(f"{message!r} is not a message; allowed: {{'role': …, 'content': …}} with a text as the role")
     content = message.get("content")
@@ -136,13 +167,7 @@ def _checked(message: Any) -> Mapping[str, Any]:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"a message has content of type {kind!r}; allowed: text (this is a text model)")
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def _encode_text(tokenizer: Any | None, prompt: str, raw: bool) -> list[int]:
-    if raw or not getattr(tokenizer, "chat_template", None):
-        return _tokenize(tokenizer, prompt, special=True)
-    return _tokenize(tokenizer, render(tokenizer, [{"role": "user", "content": prompt}]), special=False)
+    return message
 
 
 def _tokenize(tokenizer: Any | None, text: str, special: bool) -> list[int]:
@@ -153,8 +178,27 @@ def _tokenize(tokenizer: Any | None, text: str, special: bool) -> list[int]:
     except UnicodeEncodeError as error:
         place = text[max(0, error.start - 10) : error.end]
         raise ValueError(f"the prompt is not valid Unicode at {place!r}; pass it as UTF-8") from error
-    tokens: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
-    return tokens
+    tokens: list[int] = tokenized(tokenizer, text, add_special_tokens=special)["input_ids"]
+    begin = getattr(tokenizer, "bos_token_id", None)
+    doubled = special and begin is not None and tokens[:2] == [begin, begin] and text.startswith(tokenizer.bos_token)
+    return tokens[1:] if doubled else tokens
+
+
+def tokenized(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
+    """Calls a tokenizer, whose rules are foreign code.
+
+    Raises:
+        ValueError: the tokenizer's own code fails, for instance a regular expression that backtracks too long.
+    """
+    try:
+        return tokenizer(text, **options)
+    except BaseException as error:  # a panic of the Rust library derives from BaseException
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(
+            f"the tokenizer fails on this text ({str(error)[:200]}); shorten it, or repair the patterns in "
+            "tokenizer.json"
+        ) from error
 
 
 def _token_id(part: object) -> int:

@@ -62,6 +62,49 @@ def inside(folder: Path, name: str) -> Path:
 
 
 @contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Holds the lock of an output file or folder, so that no second process writes there.
+
+    Take it before anything is written. Its file ``.NAME.lock`` beside the output is removed at the end.
+
+    Raises:
+        ValueError: another process holds it; named by its pid.
+    """
+    from filelock import FileLock, Timeout
+
+    path = output.absolute().parent / f".{output.absolute().name}.lock"
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(path), timeout=0)
+        try:
+            lock.acquire()
+        except (Timeout, RuntimeError) as error:  # a second lock in one process is a RuntimeError
+            holder = path.read_text(encoding="utf-8") if path.exists() else ""
+            raise ValueError(
+                f"{output} is being written by another process (pid {holder or 'unknown'}); wait for it, or choose "
+                "another output"
+            ) from error
+    try:
+        with naming(path):
+            path.write_text(str(os.getpid()), encoding="utf-8")
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path to an `OSError` that names no file, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`, and moves that file to `path` when the block succeeds.
 

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from aquiline.models.files import locked
 from aquiline.training.data import prepare as data
+from aquiline.training.data import tokens
 from aquiline.training.data.conversations import (
-    CUT,
     EMPTY_TURN,
     LEADING_DROPPED,
-    MALFORMED,
     NO_CONVERSATION,
     ROLES,
     TRAILING_DROPPED,
@@ -31,6 +31,8 @@ from aquiline.training.data.conversations import (
     read_conversations,
 )
 from aquiline.training.data.prepare import in_validation, open_training_set, prepare, tokenizer_hash
+from aquiline.training.data.sources import CUT, MALFORMED
+from tests.training.chat_templates import QWEN3_FIELDS
 
 TALKS = [
     [("user", "Name a red fruit."), ("assistant", "A cherry, for one.")],
@@ -159,7 +161,7 @@ def test_a_fault_inside_an_array_is_no_cut(tmp_path: Path) -> None:
     records = [json.dumps(as_messages(talk)) for talk in TALKS]
     (tmp_path / "bad.json").write_text(f"[{records[0]}, {records[1]}, oops, {records[2]}]")
     items = list(read_conversations(tmp_path / "bad.json"))
-    assert contents(items) == TALKS[:2]
+    assert contents(items) == TALKS
     assert refusals(items) == [(3, MALFORMED)]
 
 
@@ -178,7 +180,7 @@ UNUSABLE: list[tuple[Any, str, str]] = [
     (turns("user", "oracle"), UNSUPPORTED, "'oracle'; allowed: assistant"),
     ({"messages": "hello"}, NO_CONVERSATION, "'messages' is str, not a list"),
     ({"messages": ["hello"]}, NO_CONVERSATION, "turn 1 is str"),
-    ({"text": "hello"}, NO_CONVERSATION, "keys: text"),
+    ({"chosen": "hello"}, NO_CONVERSATION, "keys: chosen"),
     ({}, NO_CONVERSATION, "keys: none"),
     ([1], NO_CONVERSATION, "the record is list"),
     (None, NO_CONVERSATION, "the record is null"),
@@ -421,6 +423,92 @@ def test_the_progress_line_counts(
     assert "3 records, 3 kept, 0 refused" in capsys.readouterr().err
 
 
+def test_settings_of_the_template(smollm2_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "talks").write_text(lines([as_messages(TALKS[0])]))
+    options: dict[str, Any] = {"max_length": 99, "validation_fraction": 0, "chat_template": QWEN3_FIELDS}
+    off = prepare(
+        tmp_path / "talks", smollm2_folder, tmp_path / "off", chat_template_kwargs={"enable_thinking": False}, **options
+    )
+    on = prepare(tmp_path / "talks", smollm2_folder, tmp_path / "on", **options)
+    assert off.train.loss_tokens == on.train.loss_tokens
+    assert off.train.tokens > on.train.tokens, "an empty thought stands in the prompt"
+
+
+def test_an_answer_without_loss_is_counted(smollm2_folder: Path, tmp_path: Path) -> None:
+    thinks = [("user", "2 + 2?"), ("assistant", "<think>\nA sum.\n</think>\n\n4"), *TALKS[0]]
+    (tmp_path / "talks").write_text(lines([as_messages(thinks)]))
+    report = prepare(tmp_path / "talks", smollm2_folder, tmp_path / "set", max_length=99, chat_template=QWEN3_FIELDS)
+    assert report.adjusted == {data.CONTEXT_ONLY: 1}
+
+
+def test_a_long_text_is_cut_before_it_is_tokenised(
+    smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = ["word " * 20_000, "x" * 100_000, "A short one."]
+    (tmp_path / "talks").write_text(lines([as_messages([("user", "Go"), ("assistant", text)]) for text in answers]))
+    whole = prepare(tmp_path / "talks", smollm2_folder, tmp_path / "whole", max_length=100_000, validation_fraction=0)
+    seen: list[int] = []
+    real = tokens.tokenized
+
+    def watched(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+        seen.extend(len(text) for text in texts)
+        return real(tokenizer, texts, **options)
+
+    monkeypatch.setattr(tokens, "tokenized", watched)
+    for overlong in ("truncate", "drop"):
+        seen.clear()
+        cut = prepare(
+            tmp_path / "talks",
+            smollm2_folder,
+            tmp_path / overlong,
+            max_length=50,
+            overlong=overlong,
+            validation_fraction=0,
+        )
+        assert seen.count(800) == 2, "50 tokens are looked for in 800 characters"
+        assert sum(size > 100_000 for size in seen) == 1, "one word without an end cannot be cut"
+        assert cut.train.conversations == (3 if overlong == "truncate" else 1)
+    for example, full in zip(open_training_set(tmp_path / "truncate"), open_training_set(whole.output), strict=True):
+        assert example.input_ids.tolist() == full.input_ids[:50].tolist()
+
+
+def test_an_id_beyond_the_vocabulary_is_named(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((smollm2_folder / name).read_bytes())
+    (tmp_path / "config.json").write_text('{"vocab_size": 30000}')
+    with pytest.raises(ValueError, match=r"talks:1: .* the id \d+, .* below 30000 .vocab_size.*resize"):
+        prepare(source, tmp_path, tmp_path / "set", max_length=99)
+
+
+def test_a_text_on_which_the_tokenizer_fails_is_refused(
+    smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talks").write_text(lines([as_messages(talk) for talk in TALKS]))
+    real = tokens.tokenized
+
+    def fails(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+        if any("sailor" in text for text in texts):
+            raise ValueError("the tokenizer fails on this text (too many retries)")
+        return real(tokenizer, texts, **options)
+
+    monkeypatch.setattr(tokens, "tokenized", fails)
+    report = prepare(tmp_path / "talks", smollm2_folder, tmp_path / "set", max_length=99)
+    assert report.refused == {data.BAD_FOR_TOKENIZER: 1}
+    assert "talks, record 2" in report.first_refusals[0] and "too many retries" in report.first_refusals[0]
+
+
+def test_one_writer_and_no_remains(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "set"
+    with locked(output), pytest.raises(ValueError, match=r"written by another process .pid \d+"):
+        prepare(source, smollm2_folder, output, max_length=99)
+    (tmp_path / ".set.partial").mkdir()
+    (tmp_path / ".set.partial" / "of a killed run").write_text("x")
+    prepare(source, smollm2_folder, output, max_length=99)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set", "talks"]
+    with pytest.raises(ValueError, match="is a file"):
+        prepare(source, smollm2_folder, source, max_length=99, overwrite=True)
+
+
 def test_limit(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:
     report = prepare(source, smollm2_folder, tmp_path / "set", max_length=99, limit=2)
     assert report.train.conversations + report.validation.conversations == 2
@@ -437,7 +525,7 @@ def test_nothing_appears_if_it_fails(
 
     monkeypatch.setattr(data.SplitWriter, "add", fail)
     for name in ("set", "new"):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=f"No space left on device: .*{name}"):
             prepare(source, smollm2_folder, tmp_path / name, max_length=99, overwrite=True)
     assert open_training_set(tmp_path / "set").fingerprint == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set", "talks"]

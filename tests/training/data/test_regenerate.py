@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from aquiline.models.files import locked
 from aquiline.training.data.conversations import Conversation, read_conversations
 from aquiline.training.data.endpoint import Endpoint, EndpointError
 from aquiline.training.data.record_log import RecordLog
@@ -81,6 +82,13 @@ def test_each_turn_is_answered_given_the_new_history(tmp_path: Path) -> None:
     assert second.messages[2].content.endswith("after 1")
     assert [len(requests) for requests, _ in echo.batches] == [2, 2, 1, 1]
     assert all(isinstance(item, Conversation) and item.finished for item in read_conversations(output))
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    source, output = talks(tmp_path / "in", 3), tmp_path / "out"
+    with locked(output), pytest.raises(ValueError, match=rf"another process .pid {os.getpid()}"):
+        regenerate(source, output, Echo())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"], "nothing was written"
 
 
 def test_a_second_run_does_nothing_and_a_longer_one_only_the_rest(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from aquiline.models.files import naming
+
 FORMAT = "aquiline-training-set-1"
 SPLITS = ("train", "validation")
 _BATCH_ROWS = 256
@@ -190,25 +192,27 @@ def open_training_set(
 
 @contextlib.contextmanager
 def appearing_whole(output: Path) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `output` if the block ends without an error."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    """Yields a temporary folder that becomes `output` if the block ends without an error.
+
+    Call it under the lock of `output`: it removes what a killed run left behind.
+    """
+    output = output.absolute()
+    partial, old = (output.parent / f".{output.name}.{role}" for role in ("partial", "replaced"))
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
     try:
-        yield partial
-        for path in partial.iterdir():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-        if output.exists():
-            old = output.parent / f".{output.name}.replaced-{os.getpid()}"
-            output.rename(old)
-            partial.rename(output)
-            shutil.rmtree(old)
-        else:
+        with naming(output):
+            partial.mkdir()
+            yield partial
+            for path in partial.iterdir():
+                with path.open("rb") as stream:
+                    os.fsync(stream.fileno())
+            if output.exists():
+                output.rename(old)
             partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _map(path: Path) -> tuple[pa.RecordBatch, ...]:

@@ -7,15 +7,19 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
+from aquiline.training.data.conversations import EMPTY_TURN, parse_message
 from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
+from aquiline.training.data.sources import Unusable
 
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _ABOUT_THIS_REQUEST = frozenset({400, 413, 422})
+_CUT = ("length", "max_tokens")
+"""Reasons to finish that mean a cut; servers name the end of a turn in many ways, or not at all."""
 
 
 class EndpointError(RuntimeError):
@@ -106,13 +110,21 @@ def _post(endpoint: Endpoint, body: dict[str, Any]) -> Any:
 def _reply(endpoint: Endpoint, answer: Any) -> Reply:
     try:
         choice = answer["choices"][0]
-        text = choice["message"]["content"]
-        finished = choice.get("finish_reason") == "stop"
+        message = choice["message"]
+        if not isinstance(message, Mapping):
+            raise TypeError("message is not an object")
+        finished = choice.get("finish_reason") not in _CUT
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise EndpointError(
             f"{endpoint.url} answered without choices[0].message.content: {str(answer)[:200]}"
         ) from error
-    return Reply(text or "", finished)
+    try:
+        said = parse_message({**message, "role": "assistant"}, 1)
+    except Unusable as error:
+        return Reply("", finished, None if error.reason == EMPTY_TURN else str(error))
+    if said.tool_calls:
+        return Reply("", finished, "the answer calls tools")
+    return Reply(said.content, finished, reasoning=said.reasoning)
 
 
 def _said(error: urllib.error.HTTPError) -> str:

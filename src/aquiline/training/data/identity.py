@@ -13,8 +13,9 @@ from aquiline.training.data.conversations import Message
 
 
 def conversation_id(messages: Sequence[Message]) -> str:
-    """Returns 16 hex digits that depend only on roles and contents."""
-    return _digest([[m.role, m.content] for m in messages])[:16]
+    """Returns 16 hex digits that depend only on what the turns say."""
+    apart = ([part for part in (m.reasoning, m.tool_calls) if part] for m in messages)
+    return _digest([[m.role, m.content, *more] for m, more in zip(messages, apart, strict=True)])[:16]
 
 
 def in_validation(messages: Sequence[Message], fraction: float) -> bool:

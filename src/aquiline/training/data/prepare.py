@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from aquiline.training.data.conversations import Conversation, Refusal, read_conversations
+from aquiline.models.files import locked
+from aquiline.training.data.conversations import Conversation, Message, Refusal, read_conversations
 from aquiline.training.data.dataset import (
     FORMAT,
     SplitCounts,
@@ -32,6 +33,14 @@ from aquiline.training.data.dataset import (
 from aquiline.training.data.identity import conversation_id, in_validation
 from aquiline.training.data.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
 from aquiline.training.data.tally import PrepareReport, Tally, progress_line
+from aquiline.training.data.tokens import (
+    CHARACTERS_PER_TOKEN,
+    check_ids,
+    encode_all,
+    known_ids,
+    load_tokenizer,
+    tokenizer_hash,
+)
 from aquiline.training.settings import PrepareSettings
 
 __all__ = [
@@ -50,6 +59,8 @@ SPECIAL_TOKEN = "special token in the text"
 TOO_LONG = "longer than max_length"
 NOTHING_LEFT = "no assistant token within max_length"
 TRUNCATED = "truncated to max_length"
+BAD_FOR_TOKENIZER = "the tokenizer fails on the text"
+CONTEXT_ONLY = "earlier answer without loss: the template prints it other than it was generated"
 UNFINISHED = "last answer unfinished: ends without an end of turn"
 
 _BATCH_RECORDS = 256
@@ -63,6 +74,12 @@ class _Ready:
     conversation: Conversation
     rendered: Rendered
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The turns; of a preformatted text, what precedes its first answer and the rest."""
+        text, first = self.rendered.text, self.rendered.spans[0][0]
+        return self.conversation.messages or (Message("user", text[:first]), Message("assistant", text[first:]))
+
 
 def prepare(
     sources: Sequence[str | Path] | str | Path,
@@ -75,6 +92,7 @@ def prepare(
     strict: bool = False,
     limit: int | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: bool = False,
 ) -> PrepareReport:
@@ -95,6 +113,8 @@ def prepare(
         strict: raise an error at the first unusable record instead of counting it.
         limit: stop after this many conversations.
         chat_template: replaces the tokenizer's own template.
+        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``; a record's
+            ``chat_template_kwargs`` take precedence.
         overwrite: replace an existing `output`.
         progress: show a progress line.
 
@@ -110,47 +130,26 @@ def prepare(
     settings = PrepareSettings(max_length, overlong, validation_fraction, strict, limit)
     names = [sources] if isinstance(sources, str | Path) else list(sources)
     output = Path(output)
-    if output.exists() and not overwrite:
-        raise ValueError(f"{output} exists; choose another folder, or allow overwriting it")
+    _check_output(output, overwrite)
     tokenizer = load_tokenizer(target_path)
-    renderer = ChatRenderer(tokenizer, chat_template)
-    manifest = _manifest(names, tokenizer, renderer, settings)
-    with appearing_whole(output) as partial:
-        manifest["counts"] = _write(names, tokenizer, renderer, settings, partial, progress)
+    renderer = ChatRenderer(tokenizer, chat_template, chat_template_kwargs)
+    vocabulary = known_ids(Path(target_path))
+    with locked(output), appearing_whole(output) as partial:
+        _check_output(output, overwrite)  # another run may have made it in the meantime
+        manifest = _manifest(names, tokenizer, renderer, settings)
+        if chat_template_kwargs:
+            manifest["chat_template_kwargs"] = dict(chat_template_kwargs)
+        manifest["counts"] = _write(names, tokenizer, renderer, settings, vocabulary, partial, progress)
         text = json.dumps(manifest, indent=2, ensure_ascii=False)
         (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
     return _report(output, manifest["counts"], time.monotonic() - started)
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """Loads a target's fast tokenizer from its folder.
-
-    Raises:
-        ValueError: if there is none, or it does not provide character offsets.
-    """
-    from transformers import AutoTokenizer
-
-    if not Path(path).is_dir():
-        raise ValueError(f"{path} is not a folder; give the folder of the target's tokenizer")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer could be loaded from {path}: {error}") from error
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"the tokenizer in {path} is a slow one without character offsets; allowed: fast tokenizers; "
-            "add its tokenizer.json"
-        )
-    return tokenizer
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Returns the SHA-256 (hex) of a tokenizer's token-to-id table, including added tokens.
-
-    Equal hashes mean that ids are interchangeable; files, versions and templates may differ.
-    """
-    table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(table).encode()).hexdigest()
+def _check_output(output: Path, overwrite: bool) -> None:
+    if output.exists() and not overwrite:
+        raise ValueError(f"{output} exists; choose another folder, or allow overwriting it")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file, and a training set is a folder; choose another output")
 
 
 def _manifest(
@@ -172,7 +171,7 @@ def _manifest(
 
 def _describe(source: str | Path) -> dict[str, Any]:
     path = Path(source)
-    if not path.exists():
+    if not path.is_file():  # a dataset, or a pipe that can be read only once
         return {"name": str(source)}
     digest = hashlib.sha256()
     with path.open("rb") as stream:
@@ -186,6 +185,7 @@ def _write(
     tokenizer: Any,
     renderer: ChatRenderer,
     settings: PrepareSettings,
+    vocabulary: int | None,
     partial: Path,
     progress: bool,
 ) -> dict[str, Any]:
@@ -198,8 +198,9 @@ def _write(
     ):
         tally = Tally(settings.strict, refusals)
         ready = _rendered(names, renderer, tally)
-        for conversation, example in _tokenised(ready, tokenizer, settings, tally):
-            held_out = in_validation(conversation.messages, settings.validation_fraction)
+        for item, example in _tokenised(ready, tokenizer, settings, tally):
+            check_ids(example, tokenizer, vocabulary)
+            held_out = in_validation(item.messages, settings.validation_fraction)
             (validation if held_out else train).add(example)
             tally.kept += 1
             tally.tokens += len(example.input_ids)
@@ -233,28 +234,34 @@ def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: Tally)
                 tally.refuse(Refusal(*where, SPECIAL_TOKEN, special))
                 continue
             try:
-                rendered = renderer.render(item.messages, item.finished)
+                rendered = renderer.render(item)
             except NotFound as error:
                 tally.refuse(Refusal(*where, NOT_VERBATIM, str(error)))
                 continue
             tally.adjusted.update(item.adjusted)
             if not item.finished:
                 tally.adjusted[UNFINISHED] += 1
+            if rendered.context:
+                tally.adjusted[CONTEXT_ONLY] += rendered.context
             yield _Ready(item, rendered)
 
 
 def _tokenised(
     ready: Iterable[_Ready], tokenizer: Any, settings: PrepareSettings, tally: Tally
-) -> Iterator[tuple[Conversation, TokenisedConversation]]:
+) -> Iterator[tuple[_Ready, TokenisedConversation]]:
     for batch in _batches(ready):
         texts = [item.rendered.text for item in batch]
-        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for item, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            refused = _example(item, ids, offsets, settings, tally)
+        for item, encoded in zip(batch, encode_all(tokenizer, texts, settings.max_length), strict=True):
+            if isinstance(encoded, str):
+                refused: Refusal | TokenisedConversation = Refusal(
+                    item.conversation.source, item.conversation.index, BAD_FOR_TOKENIZER, encoded
+                )
+            else:
+                refused = _example(item, *encoded, settings, tally)
             if isinstance(refused, Refusal):
                 tally.refuse(refused)
             else:
-                yield item.conversation, refused
+                yield item, refused
 
 
 def _example(
@@ -267,7 +274,8 @@ def _example(
     where = item.conversation.source, item.conversation.index
     length = settings.max_length
     if len(ids) > length and settings.overlong == "drop":
-        return Refusal(*where, TOO_LONG, f"{len(ids)} tokens, max_length {length}")
+        beginning = "at least " if len(item.rendered.text) > length * CHARACTERS_PER_TOKEN else ""
+        return Refusal(*where, TOO_LONG, f"{beginning}{len(ids)} tokens, max_length {length}")
     mask = assistant_tokens(np.array(offsets[:length], dtype=np.int64), item.rendered)
     if not mask.any():
         return Refusal(*where, NOTHING_LEFT, f"the first answer starts after token {length}")
@@ -276,7 +284,7 @@ def _example(
     return TokenisedConversation(
         input_ids=np.array(ids[:length], dtype=np.int32),
         loss_mask=mask,
-        id=conversation_id(item.conversation.messages),
+        id=conversation_id(item.messages),
         source=f"{where[0]}:{where[1]}",
     )
 

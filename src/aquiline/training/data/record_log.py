@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from aquiline.models.files import naming
+
 
 class RecordLog:
     """JSON lines with an ``id``, each written by one system call.
@@ -51,10 +53,13 @@ class RecordLog:
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         with self._lock:
             try:
-                written = os.write(self._file, line)
-                if written < len(line):
-                    raise OSError(f"{self.path}: only {written} of {len(line)} bytes were written")
-                os.fsync(self._file)
+                with naming(self.path):
+                    written = os.write(self._file, line)
+                    if written < len(line):
+                        raise OSError(
+                            f"{self.path}: only {written} of {len(line)} bytes were written; is the disk full?"
+                        )
+                    os.fsync(self._file)
             except OSError:
                 os.ftruncate(self._file, self._size)
                 raise

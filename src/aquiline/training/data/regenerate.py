@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aquiline.models.files import write_text
-from aquiline.training.data.conversations import Conversation, Message, Refusal, read_conversations
+from aquiline.models.files import locked, write_text
+from aquiline.training.data.conversations import UNSUPPORTED, Conversation, Message, Refusal, read_conversations
 from aquiline.training.data.identity import conversation_id
 from aquiline.training.data.record_log import RecordLog
 from aquiline.training.data.replies import Complete, Reply, ReplyRequest, ReplySampling
@@ -105,9 +105,9 @@ def regenerate(
     names = [sources] if isinstance(sources, str | Path) else list(sources)
     plan = _Plan(tuple(mixture), batch_size, max_turns, seed)
     _check(plan, in_flight, limit)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _check_settings(output, plan)
     with ExitStack() as stack:
+        stack.enter_context(locked(output))
+        _check_settings(output, plan)
         written = stack.enter_context(RecordLog(output))
         empty = stack.enter_context(RecordLog(_beside(output, ".empty.jsonl")))
         run = _Run(plan, complete, written, empty, progress)
@@ -202,6 +202,10 @@ def _pending(names: Sequence[str | Path], run: _Run, limit: int | None) -> Itera
                 run.refuse(Refusal(item.source, item.index, TWICE, f"id {identity}"))
                 continue
             taken.add(identity)
+            if item.text or item.tools or any(m.role == "tool" for m in item.messages):
+                detail = "tools and preformatted texts cannot be answered again; prepare them without regeneration"
+                run.refuse(Refusal(item.source, item.index, UNSUPPORTED, detail))
+                continue
             if identity in run.written.ids or identity in run.empty.ids:
                 run.counts["already"] += 1
                 continue
@@ -266,9 +270,9 @@ def _request(talk: _Talk, run: _Run) -> ReplyRequest:
 
 def _take(talk: _Talk, reply: Reply, run: _Run) -> bool:
     """Adds a reply to its conversation; if it is done, writes the conversation and returns True."""
-    usable = reply.refused is None and bool(reply.text.strip())
+    usable = reply.refused is None and bool(reply.text.strip() or reply.reasoning.strip())
     if usable:
-        talk.said += [talk.to_ask.pop(0), Message("assistant", reply.text)]
+        talk.said += [talk.to_ask.pop(0), Message("assistant", reply.text, reply.reasoning)]
         talk.replies += 1
         talk.finished = reply.finished
         if talk.to_ask and reply.finished:
@@ -298,7 +302,7 @@ def _refuse(talk: _Talk, reply: Reply, run: _Run) -> None:
 def _record(talk: _Talk) -> dict[str, Any]:
     return {
         "id": talk.identity,
-        "messages": [{"role": m.role, "content": m.content} for m in talk.said],
+        "messages": [m.as_dict() for m in talk.said],
         "temperature": talk.sampling.temperature,
         "finished": talk.finished,
         "source": f"{talk.conversation.source}:{talk.conversation.index}",

@@ -42,15 +42,20 @@ class ReplyRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer; `finished` is False if the token budget cut it off.
+    """An answer.
 
-    `refused` is the reason why this request has no answer, such as a history longer than the
-    context. Errors that are not specific to the request raise an exception instead.
+    Attributes:
+        text: what the target said.
+        finished: False if the token budget cut it off.
+        refused: the reason why this request has no answer, such as a history longer than the context. Errors that
+            are not specific to the request raise an exception instead.
+        reasoning: the thoughts that a server returned apart from the text.
     """
 
     text: str
     finished: bool = True
     refused: str | None = None
+    reasoning: str = ""
 
 
 Complete: TypeAlias = Callable[[Sequence[ReplyRequest], ReplySampling], Sequence[Reply]]
