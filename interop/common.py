@@ -19,7 +19,7 @@ import torch
 from pieces import HERE, Piece, add, collect, digest
 
 from aquiline.checkpoints.eagle.stored import head_from_stored
-from aquiline.checkpoints.open import open_head, stored_eagle
+from aquiline.checkpoints.open import open_head, resolve_head, stored_eagle
 from aquiline.decode import Occupant, free, new_state, prefill, step
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import Chain
@@ -69,13 +69,30 @@ class Task:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that all comparisons share."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("head", type=Path, help="folder of the head")
+    made.add_argument("head", type=head_path, help="folder, hub id or shipped head")
+    made.add_argument("--check", action="store_true", help="only check these arguments, before anything is installed")
     made.add_argument("--target", default="smollm2")
     made.add_argument("--k", type=int, default=4, help="drafts a step")
     made.add_argument("--limit", type=int, default=96, help="tokens a prompt")
     made.add_argument("--prompts", type=int, default=24, help="so many of prompts.jsonl")
     made.add_argument("--record", action="store_true", help="write the numbers into interop/results")
     return made
+
+
+def head_path(name: str) -> Path:
+    """The folder of a head that is named on the command line."""
+    try:
+        return resolve_head(name)
+    except (ValueError, RuntimeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def checked(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses the command line; ends the process after that with --check."""
+    args = options.parse_args()
+    if args.check:
+        options.exit()
+    return args
 
 
 def task_of(args: argparse.Namespace) -> Task:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from common import Task, conclude, our_chains, parser, task_of
+from common import Task, checked, conclude, our_chains, parser, task_of
 from pieces import WORK, Run, add, collect, digest
 from transformers import AutoTokenizer
 
@@ -123,7 +123,7 @@ def main() -> None:
     options.add_argument("--llamacpp", type=Path, required=True)
     options.add_argument("--build", type=Path, required=True)
     options.add_argument("--version", default="unknown", help="of the sources, for the summary")
-    args = options.parse_args()
+    args = checked(options)
     task = task_of(args)
     tokenizer = AutoTokenizer.from_pretrained(task.target)
     prompts = {tuple(ids): tokenizer.decode(ids) for ids in task.prompts}

@@ -12,7 +12,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from common import Task, agreements, conclude, our_chains, parser, task_of
+from common import Task, agreements, checked, conclude, our_chains, parser, task_of
 from pieces import WORK, collect, digest, engine, installed_version
 
 from aquiline.checkpoints.eagle import safeailab
@@ -55,7 +55,7 @@ def converted_head(task: Task, optimum: str) -> Path:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--python", required=True, help="interpreter of the environment with OpenVINO GenAI")
-    args = options.parse_args()
+    args = checked(options)
     task = task_of(args)
     version, optimum = (installed_version(args.python, name) for name in ("openvino-genai", "optimum-intel"))
     target, head = converted_target(task, optimum), converted_head(task, optimum)

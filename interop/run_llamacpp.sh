@@ -6,9 +6,10 @@
 #   LLAMACPP_SOURCE, LLAMACPP_BUILD   sources and a build of them to use instead
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-$here/../.venv/bin/python}
+"$python" "$here/llamacpp_acceptance.py" --check --llamacpp none --build none "$@"
 version=0.3.36
 home=${LLAMACPP_HOME:-$here/.llamacpp}
-python=${PYTHON:-$here/../.venv/bin/python}
 source=${LLAMACPP_SOURCE:-$home/llama_cpp_python-$version/vendor/llama.cpp}
 build=${LLAMACPP_BUILD:-$home/build}
 if [ ! -d "$source" ]; then

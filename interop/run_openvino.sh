@@ -5,6 +5,8 @@
 #   is made on the first run (needs a PyPI index)
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-$here/../.venv/bin/python}
+"$python" "$here/openvino_acceptance.py" --check --python none "$@"
 venv=${OPENVINO_VENV:-$here/.venv-openvino}
 if [ ! -e "$venv/.ready" ] && { [ -z "${OPENVINO_VENV:-}" ] || [ ! -x "$venv/bin/optimum-cli" ]; }; then
     python3 -m venv "$venv"
@@ -17,5 +19,4 @@ if [ ! -e "$venv/.ready" ] && { [ -z "${OPENVINO_VENV:-}" ] || [ ! -x "$venv/bin
     touch "$venv/.ready"
 fi
 export HF_HUB_OFFLINE=1 AQUILINE_OPTIMUM_CLI="$venv/bin/optimum-cli"
-python=${PYTHON:-$here/../.venv/bin/python}
 exec "$python" "$here/openvino_acceptance.py" --python "$venv/bin/python" "$@"

@@ -5,6 +5,8 @@
 #   is made on the first run (needs a PyPI index)
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-$here/../.venv/bin/python}
+"$python" "$here/speculators_loader.py" --check --python none "$@"
 venv=${SPECULATORS_VENV:-$here/.venv-speculators}
 if [ ! -e "$venv/.ready" ] && { [ -z "${SPECULATORS_VENV:-}" ] || [ ! -x "$venv/bin/speculators" ]; }; then
     python3 -m venv "$venv"
@@ -17,5 +19,4 @@ if [ ! -e "$venv/.ready" ] && { [ -z "${SPECULATORS_VENV:-}" ] || [ ! -x "$venv/
     touch "$venv/.ready"
 fi
 export HF_HUB_OFFLINE=1
-python=${PYTHON:-$here/../.venv/bin/python}
 exec "$python" "$here/speculators_loader.py" --python "$venv/bin/python" "$@"

@@ -4,5 +4,7 @@
 # The environment: see vllm_env.sh.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-$here/../.venv/bin/python}
+"$python" "$here/vllm_acceptance.py" --check --python none "$@"
 . "$here/vllm_env.sh"
 exec "$python" "$here/vllm_acceptance.py" --python "$venv/bin/python" "$@"

@@ -21,10 +21,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from common import decode, encode_prompts, head_identity, load_target, read_prompts, record
+from common import checked, decode, encode_prompts, head_identity, head_path, load_target, read_prompts, record
 from transformers import AutoTokenizer
 
-from aquiline.checkpoints.open import resolve_head
 from aquiline.models.resolve import resolve_target
 
 AQUILINE = [sys.executable, "-m", "aquiline.cli"]
@@ -84,16 +83,26 @@ def regenerate(url: str, model: str, prompts: list[str], budget: int, scratch: P
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", default="smollm2-eagle3")
+    parser.add_argument("--draft", type=head_path, default="smollm2-eagle3", help="folder, hub id or shipped head")
+    parser.add_argument("--check", action="store_true", help="only check these arguments, before anything is installed")
     parser.add_argument("--records", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--seconds", type=float, default=600, help="to wait for the server")
     parser.add_argument("--record", action="store_true", help="write the numbers into interop/results")
-    args = parser.parse_args()
+    args = checked(parser)
     url, model, prompts = f"http://127.0.0.1:{args.port}", "smollm2", read_prompts(args.records)
-    command = [*AQUILINE, "serve", "--engine", "vllm", "--draft", args.draft, "--draft-tokens", str(args.draft_tokens)]
+    command = [
+        *AQUILINE,
+        "serve",
+        "--engine",
+        "vllm",
+        "--draft",
+        str(args.draft),
+        "--draft-tokens",
+        str(args.draft_tokens),
+    ]
     command += ["--", "--port", str(args.port), "--served-model-name", model, "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "1024", "--max-num-seqs", "8"]
     environment = {**os.environ, "LD_PRELOAD": os.environ.get("VLLM_PRELOAD", "")}
@@ -113,7 +122,7 @@ def main() -> None:
             server.terminate()
             server.wait(60)
     print(report, f"chains and accepted drafts of the server: {counts}", sep="\n", flush=True)
-    settings = {**head_identity(resolve_head(args.draft)), "records": len(prompts)}
+    settings = {**head_identity(args.draft), "records": len(prompts)}
     settings |= {"max_new_tokens": args.max_new_tokens, "draft_tokens": args.draft_tokens, **counts}
     folder = resolve_target("smollm2", print)
     ids, end = encode_prompts(folder, prompts)

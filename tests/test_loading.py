@@ -151,3 +151,45 @@ def test_damaged_targets_are_named(tmp_path: Path, change: Callable[[Path], None
     change(folder)
     with pytest.raises(ValueError, match=words):
         aquiline.load(folder, None, dtype="float32").generate([1, 2], max_new_tokens=1)
+
+
+# -- a small model's tokens --------------------------------------------------------------------
+
+
+def _tokens(folder: Path, change: Callable[[dict[str, int]], dict[str, int]]) -> None:
+    file = folder / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["model"]["vocab"] = change(document["model"]["vocab"])
+    file.write_text(json.dumps(document))
+
+
+def _rotated(vocabulary: dict[str, int]) -> dict[str, int]:
+    return dict(zip(vocabulary, [*list(vocabulary.values())[1:], 0], strict=True))
+
+
+def test_a_small_model_with_another_tokenizer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = write_target(tmp_path / "target"), write_target(tmp_path / "draft")
+    loaded = aquiline.load(target, draft, dtype="float32")
+    found, plain = loaded.generate([5, 6], max_new_tokens=9), loaded.plain().generate([5, 6], max_new_tokens=9)
+    assert found.stats.accepted > 0 and found.token_ids == plain.token_ids
+    _tokens(draft, lambda vocabulary: {("@@@@" if i == 9 else token): i for token, i in vocabulary.items()})
+    aquiline.load(target, draft, dtype="float32")
+    assert "1 tokens of" in caplog.text
+    _tokens(draft, _rotated)
+    with pytest.raises(ValueError, match=r"draft has another tokenizer.*distil"):
+        aquiline.load(target, draft, dtype="float32")
+
+
+@pytest.mark.parametrize("more", [-2, 3])
+def test_a_small_model_with_a_padded_vocabulary_drafts(more: int, tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target")
+    draft = write_target(
+        tmp_path / "draft", vocab_size=json.loads((target / "config.json").read_text())["vocab_size"] + more
+    )
+    loaded = aquiline.load(target, draft, dtype="float32")
+    assert loaded.generate([5, 6, 256], max_new_tokens=9).token_ids == (
+        loaded.plain().generate([5, 6, 256], max_new_tokens=9).token_ids
+    )
+    (draft / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer\.json to compare"):
+        aquiline.load(target, draft, dtype="float32")

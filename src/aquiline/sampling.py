@@ -35,7 +35,7 @@ class SamplingParams:
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id → added to its logit.
         min_new_tokens: bars end-of-sequence tokens until this many tokens were emitted.
-        stop: strings that end the output and are cut off.
+        stop: strings that end the output and are cut off; a special token, which has no text, ends it too.
         stop_token_ids: tokens that end the output, in addition to the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         logprobs: None for none, else the number of alternatives to report in addition to each

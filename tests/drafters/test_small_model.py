@@ -89,3 +89,43 @@ def test_stops_drafting_at_the_end_of_its_own_context(target):
 def test_refuses_another_vocabulary(target):
     with pytest.raises(ValueError, match=r"5 tokens.*97.*distil"):
         SmallModel(tiny_target(5), target)
+
+
+def short(target, positions):
+    """The target as a small model with a shorter context."""
+    copy = noisy(target, 0.0)
+    copy.shape = replace(copy.shape, max_positions=positions)
+    copy.config = replace(copy.config, max_positions=positions)
+    return copy
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLING], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_row_beyond_the_small_models_context_stops_its_own_drafts_alone(target, params, sampled):
+    long, brief = [5 + i % 40 for i in range(80)], [7, 8, 9]
+    # 50 positions: one row is past them, one reaches them, one stays far away.
+    drafter = Validating(SmallModel(short(target, 64), target, Chain(3), sampled=sampled))
+    _, alone = run(target, drafter, [brief], [24], params)
+    prompts = [long, brief, [5 + i % 40 for i in range(55)]]
+    texts, stats = run(target, drafter, prompts, [24, 24, 24], params)
+    assert stats.accepted > alone.accepted > 0
+    if not sampled or params.temperature == 0:
+        assert texts == run(target, None, prompts, [24, 24, 24], params)[0]
+
+
+@pytest.mark.parametrize("size", [tiny.VOCAB - 3, tiny.VOCAB + 3])
+def test_a_vocabulary_of_another_size_is_padded(target, size):
+    """A model with fewer tokens never drafts the others, and reads over them; one with more drafts none of its own."""
+    small = noisy(target, 0.0)
+    weight = small.embed_tokens.weight.data
+    extra = torch.randn(max(size - tiny.VOCAB, 0), weight.shape[1], dtype=weight.dtype)
+    head = torch.cat((small.lm_head.weight.data, extra * 9))[:size]
+    small.embed_tokens = torch.nn.Embedding.from_pretrained(torch.cat((weight, extra))[:size])
+    small.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    small.shape = replace(small.shape, vocab_size=size)
+    drafter = Validating(SmallModel(small, target, Chain(3)))
+    prompts = [[*prompt, tiny.VOCAB - 1] for prompt in tiny.prompts(2, seed=2)]
+    for params in (SamplingParams(), SAMPLING):
+        texts, stats = run(target, drafter, prompts, [40, 40], params)
+        assert texts == run(target, None, prompts, [40, 40], params)[0]
+        assert stats.accepted > 0

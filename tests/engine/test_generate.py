@@ -433,3 +433,40 @@ def test_a_processor_never_sees_what_follows_an_end(speculative: bool) -> None:
     made = replace(path_engine(speculative), end_ids=(end,))
     (found,) = outputs(made, params, [[3, 4]])
     assert (found.token_ids, found.finish_reason, found.error) == (whole.token_ids[:count], "eos", None)
+
+
+# -- stop strings that are special tokens -----------------------------------------------------
+
+
+@BOTH
+def test_a_special_token_as_a_stop_string_ends_the_output(speculative: bool) -> None:
+    from aquiline.engine.request import special_tokens
+
+    made = path_engine(speculative)
+    (text, token), *_ = special_tokens(made.tokenizer).items()
+    params = SamplingParams(max_new_tokens=12, stop=(text, "zzzz"), logit_bias={token: 8.0})
+    (found,) = outputs(made, params, [[3, 4]])
+    assert found.token_ids[-1] == token and token not in found.token_ids[:-1]
+    assert (found.finish_reason, found.text) == ("stop", made.tokenizer.decode(found.token_ids[:-1]))  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=rf"stop_token_ids=\({token},\)"):
+        outputs(made, replace(params, stop=(f"a{text}",)), [[3, 4]])
+
+
+def test_a_forked_process_is_refused_with_the_remedy() -> None:
+    import os
+
+    made = path_engine(False)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            outputs(made, SamplingParams(max_new_tokens=2), [[3, 4]])
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    said = os.read(read, 4096).decode()
+    os.close(read)
+    assert "forked" in said and "spawn" in said and str(os.getpid()) in said

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from aquiline.checkpoints.open import resolve_head
 from aquiline.models.files import filling, locked, naming, read_json, replacing, write_text
+from aquiline.models.resolve import resolve_target
 
 
 def test_an_interrupted_write_leaves_the_previous_file(tmp_path: Path) -> None:
@@ -79,3 +81,40 @@ def test_json_that_is_no_object(tmp_path: Path, content: bytes, words: str) -> N
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a\.json.*{words}.*make it again"):
         read_json(tmp_path / "a.json", "make it again")
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    with replacing(target) as mine:
+        mine.write_text("mine")
+        left = mine.with_name(mine.name.replace(str(os.getpid()), str(killed.pid)))
+        running = mine.with_name(mine.name.replace(str(os.getpid()), str(os.getppid())))
+        elsewhere = left.with_name(left.name + "-of-another-machine")
+    for file in (left, running, elsewhere):
+        file.write_text("partial")
+    write_text(target, "again")
+    assert sorted(tmp_path.iterdir()) == sorted([target, running, elsewhere])
+    folder = tmp_path / "head"
+    with filling(folder) as scratch:
+        other = scratch.with_name(scratch.name.replace(str(os.getpid()), str(killed.pid)))
+    other.mkdir()
+    (other / "model.safetensors").write_text("partial")
+    with filling(folder) as scratch:
+        (scratch / "a").write_text("whole")
+    assert [file.name for file in folder.iterdir()] == ["a"]
+
+
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    for name in ("n" * 250, "日" * 80):
+        write_text(tmp_path / name, "text")
+        assert (tmp_path / name).read_text() == "text"
+
+
+def test_names_that_the_system_cannot_look_up(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in (str(tmp_path / "loop"), "n" * 300, "a\0b"):
+        for resolve in (resolve_target, resolve_head):
+            with pytest.raises(ValueError, match=r"cannot be a file or folder.*check the name"):
+                resolve(name)

@@ -1,5 +1,6 @@
 """GGUF files become ordinary model folders, with the weights that transformers' own loader sees."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from aquiline.checkpoints.eagle.gguf import is_gguf_head
 from aquiline.models import gguf as gguf_target
-from aquiline.models.gguf import write_target_from_gguf
+from aquiline.models.gguf import tensor_names, write_target_from_gguf
+from aquiline.models.gguf_header import read_gguf_header
 from tests.models.tiny_gguf import CONTEXT, HEAD_DIM, write_tiny_gguf
 
 
@@ -167,3 +170,39 @@ def test_models_that_cannot_be_targets_are_refused(tmp_path: Path, changes: dict
     write_tiny_gguf(tmp_path / "tiny.gguf", **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "tiny.gguf")
+
+
+def _claims(change: bytes, count: int) -> bytes:
+    """A header with one entry, an array of `count` elements of a kind."""
+    key = b"tokenizer.ggml.tokens"
+    head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    entry = len(key).to_bytes(8, "little") + key + (9).to_bytes(4, "little") + change + count.to_bytes(8, "little")
+    return head + entry + b"\0" * 100
+
+
+@pytest.mark.parametrize("kind", [0, 4, 8, 9, 12])
+@pytest.mark.parametrize("count", [2**34, 2**63])
+def test_arrays_that_claim_more_than_the_file_holds(kind: int, count: int, tmp_path: Path) -> None:
+    path = tmp_path / "small.gguf"
+    path.write_bytes(_claims(kind.to_bytes(4, "little"), count))
+    with pytest.raises(ValueError, match=rf"small\.gguf.*tokens claims {count} elements"):
+        read_gguf_header(path)
+    assert not is_gguf_head(path)
+
+
+def test_arrays_of_arrays_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "deep.gguf"
+    nest = (9).to_bytes(4, "little") + (1).to_bytes(8, "little")
+    path.write_bytes(_claims((9).to_bytes(4, "little"), 1)[:-100] + nest * 5000)
+    with pytest.raises(ValueError, match=r"deep\.gguf.*kind 9"):
+        read_gguf_header(path)
+
+
+@pytest.mark.parametrize("count", [0, 2**32 - 1])
+def test_a_block_count_that_the_tensors_do_not_have(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path)
+    header = read_gguf_header(path)
+    false = dataclasses.replace(header, scalars={**header.scalars, "llama.block_count": count})
+    with pytest.raises(ValueError, match=rf"block_count {count}.*fetch it again"):
+        tensor_names(false)

@@ -23,7 +23,7 @@ from aquiline.checkpoints.report import TITLES, HeadReport, fits
 from aquiline.drafters.eagle_network import DraftHead
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.small_model import check_tokens
-from aquiline.models.files import inside, read_json
+from aquiline.models.files import inside, read_json, user_path
 from aquiline.models.hub import fetch, is_hub_id
 from aquiline.models.resolve import target_fingerprint, tensor_entries, weight_files
 from aquiline.targets.loading import target_shape
@@ -128,7 +128,7 @@ def resolve_head(name: str | Path) -> Path:
         ValueError: if no head has that name.
         RuntimeError: if the download fails.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         inner = path / "head"
         return inner if inner.is_dir() and not (path / "config.json").is_file() else path

@@ -20,7 +20,7 @@ from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.trees import Chain, to_host
-from aquiline.targets.target import Target, TargetShape
+from aquiline.targets.target import Feature, Target, TargetOutput, TargetShape
 from aquiline.tree import DraftTree
 
 _CHUNK = 512  # tokens per forward, to bound the memory of a long prompt
@@ -39,20 +39,63 @@ class SmallModelState:
     drafted: list[list[int]]
 
 
+_MOST_PADDING = 1 / 32
+# Vocabularies of one tokenizer are padded to different multiples; a larger share is another tokenizer's.
+
+
 def check_tokens(model: TargetShape, target: TargetShape) -> None:
-    """Raises ValueError unless a small model has as many tokens as its target."""
-    if model.vocab_size != target.vocab_size:
+    """Raises ValueError unless a small model has as many tokens as its target, up to padding."""
+    larger = max(model.vocab_size, target.vocab_size)
+    if abs(model.vocab_size - target.vocab_size) > larger * _MOST_PADDING:
         raise ValueError(
             f"the small model has {model.vocab_size} tokens, the target {target.vocab_size}; both must use one "
             "tokenizer: distil one with `aquiline train --method small-model`"
         )
 
 
+class Padded:
+    """A model with the vocabulary of another size: it reads tokens that it lacks as token 0, and never drafts them.
+
+    Args:
+        model: the model; the tokens that both have are the same.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, model: Target, vocab_size: int) -> None:
+        self.model, self.dtype, self.device = model, model.dtype, model.device
+        self.shape = replace(model.shape, vocab_size=vocab_size)
+        self.new_cache = model.new_cache
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        features: Sequence[Feature] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        known = torch.where(tokens < self.model.shape.vocab_size, tokens, 0)
+        out = self.model.forward(known, positions, ancestors, cache, rows, features, logits_at)
+        return TargetOutput(self._sized(out.logits), out.features)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.embed(torch.where(tokens < self.model.shape.vocab_size, tokens, 0))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return self._sized(self.model.project(hidden))
+
+    def _sized(self, logits: Tensor) -> Tensor:
+        missing = self.shape.vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)  # a negative number cuts
+
+
 class SmallModel:
     """Drafts a chain with a small model.
 
     Args:
-        model: the small model; must share the target's vocabulary.
+        model: the small model; must share the target's tokens.
         target: the target.
         policy: length of the chain; `min_prob` ends it when it becomes unlikely.
         sampled: for rows that sample, draw drafts from the model's own distribution instead of coupling them
@@ -64,6 +107,8 @@ class SmallModel:
 
     def __init__(self, model: Target, target: Target, policy: Chain | None = None, *, sampled: bool = False) -> None:
         check_tokens(model.shape, target.shape)
+        if model.shape.vocab_size != target.shape.vocab_size:
+            model = Padded(model, target.shape.vocab_size)
         self.model, self.policy, self.needs = model, policy or Chain(depth=4), Needs(samples=sampled, source="model")
 
     def new_state(self, slots: int, capacity: int) -> SmallModelState:
@@ -80,7 +125,19 @@ class SmallModel:
                 self._feed([text[start : min(start + _CHUNK, len(text) - 1)]], [slot], state)
 
     def propose(self, rows: Rows, state: SmallModelState) -> DraftTree:
+        able = [i for i, room in enumerate(self._room(rows)) if room > 0]
+        if not able or rows.depth(self.policy.depth) < 1:
+            return trees.root_only(rows.roots)
+        if len(able) == len(rows.slots):
+            return self._draft(rows, state)
+        return _among(self._draft(rows.pick(able), state), able, rows.roots)
+
+    def _draft(self, rows: Rows, state: SmallModelState) -> DraftTree:
         return self._drawn(rows, state) if self.needs.samples and rows.sample else self._likeliest(rows, state)
+
+    def _room(self, rows: Rows) -> list[int]:
+        """Per row, the drafts that the small model's context holds."""
+        return [self.model.shape.max_positions - len(text) for text in rows.texts]
 
     def _likeliest(self, rows: Rows, state: SmallModelState) -> DraftTree:
         floor = math.log(self.policy.min_prob) if self.policy.min_prob > 0 else -math.inf
@@ -103,13 +160,11 @@ class SmallModel:
             return asked and bool((scores[-1] < floor).all())
 
         fed = self._chain(rows, state, choose, ended)
-        if not tokens:
-            return trees.root_only(rows.roots)
         ids, joint = to_host(torch.stack(tokens, dim=1), torch.stack(scores, dim=1))
-        kept, log_probs = [], []
-        for slot, root, chain, values in zip(rows.slots, rows.roots, ids.tolist(), joint.tolist(), strict=True):
+        kept, log_probs, lists = [], [], zip(ids.tolist(), joint.tolist(), self._room(rows), strict=True)
+        for slot, root, (chain, values, room) in zip(rows.slots, rows.roots, lists, strict=True):
             state.drafted[slot] += chain[:fed]
-            count = next((i for i, value in enumerate(values) if not value >= floor), len(values))
+            count = next((i for i, value in enumerate(values[:room]) if not value >= floor), min(len(values), room))
             kept.append(([root, *chain[:count]], list(range(-1, count))))
             log_probs.append([0.0, *values[:count]])
         tree = trees.from_lists(kept)
@@ -121,6 +176,7 @@ class SmallModel:
         root = torch.tensor(rows.roots, dtype=torch.int64, device=self.model.device)
         texts = [list(text) for text in rows.texts]
         tokens, drawn, laws = [root], [torch.ones_like(root, dtype=torch.bool)], list[Tensor]()
+        room = torch.tensor(self._room(rows), device=self.model.device)
 
         def choose(logits: Tensor) -> Tensor:
             law = draft_laws(logits[:, None], rows.choosers, [[text] for text in texts])
@@ -128,13 +184,11 @@ class SmallModel:
             for text, t in zip(texts, token.tolist(), strict=True):
                 text.append(t)
             tokens.append(token)
-            drawn.append(valid)
+            drawn.append(valid & (room >= len(tokens) - 1))
             laws.append(law[:, 0])
             return token
 
         fed = self._chain(rows, state, choose, lambda: False)
-        if not laws:
-            return trees.root_only(rows.roots)
         for slot, text, drafts in zip(rows.slots, rows.texts, texts, strict=True):
             state.drafted[slot] += drafts[len(text) : len(text) + fed]
         laws.append(torch.zeros_like(laws[0]))
@@ -160,10 +214,7 @@ class SmallModel:
         Returns:
             The number of drafts of each row that were fed, which the caller adds to `state.drafted`.
         """
-        room = self.model.shape.max_positions - max(len(text) for text in rows.texts)
-        depth = min(rows.depth(self.policy.depth), room)
-        if depth < 1:
-            return 0
+        depth = min(rows.depth(self.policy.depth), max(self._room(rows)))
         for slot, text in zip(rows.slots, rows.texts, strict=True):
             self._settle(slot, text, state)
         missing = zip(rows.slots, rows.texts, strict=True)
@@ -172,7 +223,7 @@ class SmallModel:
         first = trees.index_on(token.device, *state.cache.lengths[list(rows.slots)].tolist())
         fed = 0
         while fed < depth - 1 and not ended():
-            positions = (first + fed)[:, None]
+            positions = (first + fed)[:, None].clamp(max=self.model.shape.max_positions - 1)
             out = self.model.forward(token[:, None], positions, None, state.cache, rows.slots)
             commit(state.cache, torch.zeros(len(rows.slots), 1, dtype=torch.int64), rows.slots)
             token = choose(out.logits[:, 0])
@@ -194,10 +245,34 @@ class SmallModel:
         """Runs and commits ragged chunks; returns (B, V) logits after their last tokens."""
         width = max(len(piece) for piece in pieces)
         ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], dtype=torch.int64)
+        # Padding, and drafts of rows that have less room than others, may lie beyond the context: they are dropped.
         positions = state.cache.lengths[list(slots)][:, None] + torch.arange(width)
+        positions = positions.clamp(max=self.model.shape.max_positions - 1)
         last = torch.tensor([[len(piece) - 1] for piece in pieces])
         ids, positions, last = trees.to_device(self.model.device, ids, positions, last)
         out = self.model.forward(ids, positions, None, state.cache, slots, (), last)
         for slot, piece in zip(slots, pieces, strict=True):
             commit(state.cache, torch.arange(len(piece))[None], [slot])
         return out.logits[:, 0]
+
+
+def _among(tree: DraftTree, indices: Sequence[int], roots: Sequence[int]) -> DraftTree:
+    """Spreads the rows of a tree to these indices; the other rows have their root alone."""
+
+    def spread(values: Tensor, fill: float) -> Tensor:
+        result = values.new_full((len(roots), *values.shape[1:]), fill)
+        result[list(indices)] = values
+        return result
+
+    tokens, log_probs, laws = spread(tree.tokens, 0), tree.log_probs, tree.draft_probs
+    tokens[:, 0] = torch.tensor(roots, dtype=torch.int64)
+    if log_probs is not None:
+        log_probs = spread(log_probs, -math.inf)
+        log_probs[:, 0] = 0
+    return DraftTree(
+        tokens,
+        spread(tree.parents, -1),
+        spread(tree.num_nodes, 1),
+        log_probs,
+        None if laws is None else spread(laws, 0),
+    )

@@ -11,7 +11,7 @@ from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.mixed import LookupFirst
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, names_tree, parse_tree, tree_text
 from aquiline.drafters.tuned import TunedChoice, read_tuned
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetShape
 
 if TYPE_CHECKING:
     from aquiline.checkpoints.open import Head
@@ -133,7 +133,7 @@ def head_drafter(
     published = "published " if isinstance(head.contents, StoredHeads) and head.contents.published else ""
     name = f"{head.path.name} ({published}{head.kind.replace('-', ' ')})"
     if head.kind == "small-model":
-        return _small_model(head, tree, target), name
+        return _small_model(head, tree, target, path), name
     if head.kind in ("medusa", "hydra"):
         return _parallel(head, tree, target), name
     return _eagle(head, tree, target, packed), name
@@ -203,9 +203,37 @@ def _parallel(head: Head, tree: TreePolicy | None, target: Target) -> Drafter:
     return ParallelDrafter(heads_from_stored(head.contents, target.dtype, target.device), target, tree)
 
 
-def _small_model(head: Head, tree: TreePolicy | None, target: Target) -> Drafter:
+def _small_model(head: Head, tree: TreePolicy | None, target: Target, path: Path | None) -> Drafter:
     from aquiline.drafters.small_model import SmallModel
-    from aquiline.targets.loading import load_target
+    from aquiline.targets.loading import load_target, target_shape
 
     assert isinstance(tree, Chain | None)
+    _compare_tokens(head.path, path, target_shape(head.path), target.shape)
     return SmallModel(load_target(head.path, target.dtype, target.device), target, tree)
+
+
+def _compare_tokens(draft: Path, target: Path | None, model: TargetShape, wanted: TargetShape) -> None:
+    """Rejects a small model with another tokenizer: drafts would be legal tokens, and never accepted.
+
+    A few tokens may differ, such as reserved ones that the target's training has named; a warning counts them.
+    """
+    from aquiline.models.tokenizer import token_table
+
+    mine, theirs = (None if folder is None else token_table(folder) for folder in (draft, target))
+    if mine is None or theirs is None:
+        if model.vocab_size == wanted.vocab_size:
+            return
+        raise ValueError(
+            f"{draft} has {model.vocab_size} tokens, the target {wanted.vocab_size}, and one of them has no "
+            "tokenizer.json to compare; put it into the folder"
+        )
+    shared = [i for i in mine.keys() & theirs.keys() if i < min(model.vocab_size, wanted.vocab_size)]
+    odd = [i for i in sorted(shared) if mine[i] != theirs[i]]
+    if len(odd) > len(shared) // 100 or not shared:
+        example = f" (token {odd[0]} is {mine[odd[0]]!r} there and {theirs[odd[0]]!r} here)" if odd else ""
+        raise ValueError(
+            f"{draft} has another tokenizer than the target{example}; give a small model with the target's: distil one "
+            "with `aquiline train --method small-model`"
+        )
+    if odd:
+        logger.warning("%d tokens of %s differ from the target's, such as %r", len(odd), draft, mine[odd[0]])

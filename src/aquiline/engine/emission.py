@@ -10,7 +10,15 @@ from torch import Tensor
 from aquiline.decode import Occupant
 from aquiline.engine.logprobs import token_logprobs
 from aquiline.engine.provenance import Provenance
-from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, own_processors, sample_seed
+from aquiline.engine.request import (
+    Engine,
+    GenerationOutput,
+    Request,
+    StreamEvent,
+    own_processors,
+    sample_seed,
+    special_tokens,
+)
 from aquiline.engine.stops import StopScanner
 from aquiline.engine.text import Detokenizer
 from aquiline.sampling import TokenChooser
@@ -38,6 +46,10 @@ class Emission:
         self._ends: dict[int, str] = {} if params.ignore_eos else dict.fromkeys(engine.end_ids, "eos")
         for token in params.stop_token_ids:
             self._ends.setdefault(token, "stop")
+        if params.stop:
+            special = special_tokens(engine.tokenizer)
+            for token in (special[stop] for stop in params.stop if stop in special):
+                self._ends[token] = "stop"
         self._budget = min(params.max_new_tokens, engine.target.shape.max_positions - len(prompt))
         self._detokenizer = Detokenizer(engine.tokenizer) if engine.tokenizer is not None else None
         self._scanner = StopScanner(params.stop) if params.stop else None

@@ -101,8 +101,10 @@ def json_schema(engine: Engine, schema: str | Mapping[str, Any]) -> Grammar:
     """
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the schema is not JSON ({error}); allowed: values that json.dumps accepts") from error
+        json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"the schema is not JSON ({reason}); allowed: values that json.dumps accepts") from error
     return _grammar(engine, "grammar_from_json_schema", text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,27 +137,73 @@ def fast_form(target: Target, exact: bool | None, owned: bool) -> Target:
 
 
 def generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:
-    """Returns end tokens and sampling defaults, from generation_config or else the tokenizer."""
-    config: dict[str, Any] = {}
-    if path is not None and (path / "generation_config.json").is_file():
-        config = read_json(path / "generation_config.json", "fetch or delete it")
-    elif hasattr(target, "generation_config") and target.generation_config is not None:
-        config = target.generation_config.to_dict()
-    end = config.get("eos_token_id")
-    if end is None and tokenizer is not None:
-        end = tokenizer.eos_token_id
-    ids = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
-    if not all(type(token) is int for token in ids):
-        raise ValueError(f"generation_config has eos_token_id {end!r}; allowed: a token id, or a list of them")
-    if not config.get("do_sample"):
-        return ids, SamplingParams()
+    """Returns end tokens and sampling defaults: those that transformers would generate with.
+
+    They come from generation_config.json, without it from config.json. The tokenizer's own end token is
+    one of the ends.
+
+    Raises:
+        ValueError: for a value that is not allowed; names the file.
+    """
+    place, config = _generation_config(path, target)
+    given, own = config.get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)
+    ends = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    if not all(type(token) is int for token in ends):
+        raise ValueError(f"{place} has eos_token_id {given!r}; allowed: a token id, or a list of them")
+    ids = tuple(dict.fromkeys([*ends, *([own] if type(own) is int else [])]))
     try:
-        sampled = SamplingParams(
-            temperature=config.get("temperature") or 1.0,
-            top_k=config.get("top_k") or 0,
-            top_p=config.get("top_p") or 1.0,
-        )
+        defaults = _sampling_defaults(config)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the model's generation_config is invalid: {error}") from error
-    logger.info("the model's generation_config samples: %s; give temperature=0 for greedy output", sampled)
-    return ids, sampled
+        raise ValueError(f"{place} is invalid: {error}") from error
+    unknown = [name for name, off in _NOT_DONE.items() if config.get(name) not in (None, off)]
+    if unknown:
+        logger.warning("%s sets %s, which Aquiline does not have; it is left out", place, ", ".join(unknown))
+    if defaults != SamplingParams():
+        logger.info("the model's defaults: %s; pass your own settings to change them", defaults)
+    return ids, defaults
+
+
+def _generation_config(path: Path | None, target: Any) -> tuple[str, Mapping[str, Any]]:
+    if path is None:
+        config = getattr(target, "generation_config", None)
+        return "the model's generation_config", {} if config is None else config.to_dict()
+    file = path / "generation_config.json"
+    if file.is_file():
+        return str(file), read_json(file, "fetch or delete it")
+    from aquiline.targets.decoder import FAMILY_DEFAULTS
+
+    config = read_json(path / "config.json")
+    family = FAMILY_DEFAULTS.get(str(config.get("model_type")), {})
+    text = config.get("text_config")
+    return str(path / "config.json"), {**family, **(text if isinstance(text, dict) else {}), **config}
+
+
+_NOT_DONE = {
+    "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "num_beams": 1, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [],
+    "sequence_bias": {}, "forced_bos_token_id": None, "forced_eos_token_id": None, "top_h": None,
+    "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "stop_strings": [], "penalty_alpha": None,
+}  # fmt: skip
+"""Settings of transformers that change its text and have no counterpart here → the value that turns them off."""
+
+
+def _sampling_defaults(config: Mapping[str, Any]) -> SamplingParams:
+    """Reads sampling settings; those left out have transformers' defaults."""
+
+    def given(name: str, default: float) -> Any:
+        value = config.get(name)
+        return default if value is None else value
+
+    always = {
+        "repetition_penalty": given("repetition_penalty", 1.0),
+        "min_new_tokens": given("min_new_tokens", 0),
+    }
+    if not config.get("do_sample"):
+        return SamplingParams(**always)
+    return SamplingParams(
+        **always,
+        temperature=given("temperature", 1.0),
+        top_k=given("top_k", 50),
+        top_p=given("top_p", 1.0),
+        min_p=given("min_p", 0.0),
+    )

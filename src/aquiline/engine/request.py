@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import threading
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ class Engine:
         lossy: an acceptance rule that changes the output distribution.
         max_rows: requests that decode at once in one call, ≥ 1; the others wait for a slot.
         lock: held while the target or the drafter works.
+        process: id of the process that loaded the weights, the only one that may use them.
     """
 
     target: Target
@@ -44,6 +46,7 @@ class Engine:
     lossy: LossyRule | None = None
     max_rows: int = 8
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    process: int = field(default_factory=os.getpid, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_rows", integer("max_rows", self.max_rows, 1))
@@ -178,6 +181,7 @@ def check(engine: Engine, request: Request, index: int = 0, count: int = 1) -> N
     Raises:
         ValueError: with the value, what is allowed, and the remedy.
     """
+    check_process(engine)
     _check_params(engine, request.params)
     _check_drafting(engine, request.drafting)
     with naming_prompt(index, count):
@@ -193,7 +197,8 @@ def _check_prompt(engine: Engine, request: Request) -> None:
     if len(tokens) + least > context:
         raise ValueError(
             f"a prompt of {len(tokens)} tokens leaves no room for {least} new ones: this model's context is {context}; "
-            f"shorten the prompt to {context - least} tokens"
+            f"shorten the prompt to {context - least} tokens, or extend the context with rope scaling of type yarn or "
+            "linear in its config.json"
         )
 
 
@@ -207,6 +212,14 @@ def _check_params(engine: Engine, params: SamplingParams) -> None:
         )
     if params.stop and engine.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, which this engine lacks; use stop_token_ids")
+    special = special_tokens(engine.tokenizer) if params.stop else {}
+    for stop in params.stop:
+        inside = next((text for text in special if len(text) > 1 and text in stop and text != stop), None)
+        if inside is not None:
+            raise ValueError(
+                f"stop has {stop!r}, but {inside!r} in it is a special token, which has no text in an output; "
+                f"allowed: the token alone, or stop_token_ids=({special[inside]},)"
+            )
     if engine.lossy is not None:
         check_lossy(engine.lossy, params.temperature)
 
@@ -219,6 +232,23 @@ def _check_drafting(engine: Engine, drafting: Drafting) -> None:
     if not drafting.usual and needs is not None and (needs.every_step or needs.samples):
         name = type(engine.drafter).__name__
         raise ValueError(f"{name} drafts for all rows of a batch alike; drop the request's own drafting settings")
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Special tokens, which have no text in an output: how they are written → id."""
+    return {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def check_process(engine: Engine) -> None:
+    """Raises RuntimeError in a process that was forked after the engine was made.
+
+    The threads of OpenMP and CUDA do not survive a fork: the first parallel product would wait for ever.
+    """
+    if os.getpid() != engine.process:
+        raise RuntimeError(
+            f"this process ({os.getpid()}) was forked from the one that loaded the model ({engine.process}), whose "
+            "threads it lacks; call load() in the child, or start it with multiprocessing's 'spawn' method"
+        )
 
 
 @contextmanager

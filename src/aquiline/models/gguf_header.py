@@ -90,6 +90,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     from gguf import GGUFReader
 
     try:
+        check_counts(path)
         reader = GGUFReader(path)
         scalars = dict(_scalars(reader))
     except (ValueError, IndexError, TypeError, KeyError) as error:
@@ -105,6 +106,63 @@ def read_gguf_header(path: Path) -> GgufHeader:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     arrays = {name: entry for name, entry in reader.fields.items() if name not in scalars}
     return GgufHeader(path, architecture, scalars, tensors, arrays)
+
+
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY = 8, 9
+
+
+def check_counts(path: Path) -> None:
+    """Walks a GGUF header and compares its counts with the bytes that are there.
+
+    The reader of the gguf package believes them: an array that claims 2³⁴ elements would fill the memory.
+
+    Raises:
+        ValueError: for a file that is not GGUF, is cut, or claims more than it holds; does not name the file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+
+        def number(width: int) -> int:
+            data = stream.read(width)
+            if len(data) < width:
+                raise ValueError("it ends inside its header")
+            return int.from_bytes(data, "little")
+
+        def skip(count: int, width: int, what: str) -> None:
+            if count * width > size - stream.tell():
+                raise ValueError(f"{what} claims {count} elements, and {size - stream.tell()} bytes are left")
+            stream.seek(count * width, 1)
+
+        def value(kind: int, name: str, depth: int) -> None:
+            if kind in _WIDTHS:
+                skip(1, _WIDTHS[kind], name)
+            elif kind == _STRING:
+                skip(number(8), 1, name)
+            elif kind == _ARRAY and depth < 4:
+                inner, count = number(4), number(8)
+                if inner in _WIDTHS:
+                    skip(count, _WIDTHS[inner], name)
+                    return
+                place = stream.tell()
+                skip(count, 8, name)  # a text or an array takes at least as much
+                stream.seek(place)
+                for _ in range(count):
+                    value(inner, name, depth + 1)
+            else:
+                raise ValueError(f"{name} has a value of kind {kind}")
+
+        if stream.read(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        number(4)
+        tensors, entries = number(8), number(8)
+        if tensors * 24 + entries * 13 > size:
+            raise ValueError(f"it claims {tensors} tensors and {entries} entries in {size} bytes")
+        for _ in range(entries):
+            length = number(8)
+            name = stream.read(min(length, 200)).decode(errors="replace")
+            skip(max(length - 200, 0), 1, "a name")
+            value(number(4), name, 0)
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from typing import Any
 
 from aquiline.models.cache_folder import build_once, cache_root
 from aquiline.models.embedded import EMBEDDED, fetch_embedded
-from aquiline.models.files import read_json, write_text
+from aquiline.models.files import inside, read_json, user_path, write_text
 from aquiline.models.gguf import LAYOUT, write_target_from_gguf
 from aquiline.models.hub import fetch, is_hub_id
+from aquiline.models.tensors import is_there
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_INDEX_NAME = "model.safetensors.index.json"
+_WHOLE_NAME, _INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 # What the fingerprint takes from the config, and how many pieces of how many bytes from a tensor.
 _CONFIG_ESSENTIALS = (
     "model_type",
@@ -50,7 +51,7 @@ def resolve_target(name: str | Path, report: Callable[[str], None] | None = None
     text = str(name)
     if isinstance(name, str) and name in EMBEDDED:
         return fetch_embedded(name, report)
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         check_target_folder(path)
         return path
@@ -83,18 +84,21 @@ def check_target_folder(folder: Path) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a model folder, in the order of their names.
 
+    As in transformers, model.safetensors goes before an index.
+
     Raises:
-        ValueError: There are none, or a shard that the index names is missing.
+        ValueError: There are none, a shard that the index names is missing, or a link leaves the folder.
     """
-    index = folder / _INDEX_NAME
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [folder / Path(name).name for name in names]
-    else:
-        files = [folder / "model.safetensors"]
-    missing = [file.name for file in files if not file.is_file()]
-    if files and not missing:
-        return files
+    names = [_WHOLE_NAME]
+    if not is_there(folder, _WHOLE_NAME) and is_there(folder, _INDEX_NAME):
+        index = inside(folder, _INDEX_NAME)
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map of tensor names to file names; fetch it again")
+        names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not is_there(folder, name)]
+    if names and not missing:
+        return [inside(folder, name) for name in names]
     if any(folder.glob("*.bin")):
         raise ValueError(
             f"{folder} has its weights as pickled .bin files only; convert them once with "
@@ -128,12 +132,13 @@ def target_fingerprint(folder: Path) -> str:
     digest.update(_canonical({key: config.get(key) for key in _CONFIG_ESSENTIALS}))
     tied = config.get("tie_word_embeddings") is True
     entries = [entry for file in weight_files(folder) for entry in tensor_entries(file)]
-    for name, file, offset, facts in sorted(entries, key=lambda entry: entry[0]):
-        # A tied head may or may not have been saved beside the embedding.
-        if tied and name == "lm_head.weight":
+    samples = {name: _sample(file, offset, facts["data_offsets"]) for name, file, offset, facts in entries}
+    for name, _, _, facts in sorted(entries, key=lambda entry: entry[0]):
+        # A tied head may or may not have been saved beside the embedding; one that differs is the head.
+        if tied and name == "lm_head.weight" and samples[name] == samples.get("model.embed_tokens.weight"):
             continue
         digest.update(_canonical([name, facts["dtype"], facts["shape"]]))
-        digest.update(_sample(file, offset, facts["data_offsets"]))
+        digest.update(samples[name])
     digest.update(_vocabulary_hash(folder))
     return digest.hexdigest()
 
@@ -162,7 +167,7 @@ def _file_hash(path: Path, report: Callable[[str], None] | None) -> str:
         known = json.loads(memory.read_text(encoding="utf-8"))
         if known["file"] == state:
             return str(known["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     if report is not None:
         report(f"hashing {path.name}")
@@ -181,9 +186,8 @@ def _stream_hash(stream: Any) -> str:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if file.is_file():
-        return read_json(file)
+    if is_there(folder, "config.json"):
+        return read_json(inside(folder, "config.json"))
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
         raise ValueError(f"{folder} has no config.json but {ggufs[0]}; give the file {folder / ggufs[0]}")
@@ -207,7 +211,7 @@ def tensor_entries(file: Path) -> list[tuple[str, Path, int, dict[str, Any]]]:
         end = max((facts["data_offsets"][1] for facts in header.values()), default=0)
         if 8 + length + end != size:
             raise ValueError(f"{size} bytes, but the header says {8 + length + end}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is not a whole safetensors file ({error}); fetch it again") from error
     return [(name, file, 8 + length, facts) for name, facts in header.items()]
 

@@ -22,6 +22,34 @@ from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_fe
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type`s of Hugging Face configurations that this decoder supports."""
 
+_QWEN = {
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096,
+}  # fmt: skip
+
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 128001,
+    },
+}
+"""What transformers takes for a setting that a config.json of the family leaves out. Sizes that no model leaves
+out (hidden_size, num_hidden_layers, …) have no default here."""
+
+_MLP_BIAS, _ATTENTION_BIAS = ("llama", "smollm3"), ("llama", "qwen3", "smollm3")
+# The other families ignore these settings.
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -47,7 +75,8 @@ class DecoderConfig:
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
-    """Reads a Hugging Face config.json.
+    """Reads a Hugging Face config.json as transformers does: with the defaults of the family, and no setting
+    that the family ignores.
 
     Raises:
         ValueError: for a model_type outside `FAMILIES` or an unsupported setting.
@@ -55,13 +84,14 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported by this decoder; allowed: {', '.join(FAMILIES)}")
+    config = {**FAMILY_DEFAULTS[str(family)], **config}
     layers, heads, hidden = (
         config["num_hidden_layers"],
         config["num_attention_heads"],
         config["hidden_size"],
     )
     head_dim = config.get("head_dim") or hidden // heads
-    bias = bool(config.get("attention_bias", False))
+    bias = family in _ATTENTION_BIAS and bool(config.get("attention_bias", False))
     rope = rope_from_hf(config, head_dim)
     layer = LayerConfig(
         hidden_size=hidden,
@@ -71,9 +101,9 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
-        qkv_bias=True if family == "qwen2" else bias,
-        o_bias=bias and family != "qwen2",
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        qkv_bias=family == "qwen2" or bias,
+        o_bias=bias,
+        mlp_bias=family in _MLP_BIAS and bool(config.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
         activation=config.get("hidden_act", "silu"),
     )
@@ -81,10 +111,10 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         layer=layer,
         vocab_size=config["vocab_size"],
         num_layers=layers,
-        max_positions=max_positions(rope, config.get("max_position_embeddings", 2048)),
+        max_positions=max_positions(config),
         windows=_windows(config, layers),
         rotary=_rotary(config, layers),
-        tied=bool(config.get("tie_word_embeddings", family == "smollm3")),
+        tied=bool(config.get("tie_word_embeddings", False)),
     )
 
 
@@ -93,11 +123,16 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     family = config["model_type"]
     if window is None or family == "llama" or (family != "mistral" and not config.get("use_sliding_window", False)):
         return (None,) * layers
+    if family == "mistral":  # ignores layer_types
+        return (window,) * layers
     kinds = config.get("layer_types")
-    if kinds is None:
-        first = 0 if family == "mistral" else config.get("max_window_layers", layers)
-        return tuple(window if i >= first else None for i in range(layers))
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if kinds is not None:
+        return tuple(
+            window if kind == "sliding_attention" else None for kind in _per_layer("layer_types", kinds, layers)
+        )
+    if family == "smollm3":
+        return tuple(None if rotary else window for rotary in _rotary(config, layers))
+    return tuple(window if i >= config["max_window_layers"] else None for i in range(layers))
 
 
 def _rotary(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
@@ -107,7 +142,13 @@ def _rotary(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     if flags is None:
         interval = config.get("no_rope_layer_interval", 4)
         return tuple((i + 1) % interval != 0 for i in range(layers))
-    return tuple(bool(flag) for flag in flags)
+    return tuple(bool(flag) for flag in _per_layer("no_rope_layers", flags, layers))
+
+
+def _per_layer(name: str, values: Any, layers: int) -> Sequence[Any]:
+    if not isinstance(values, list) or len(values) != layers:
+        raise ValueError(f"{name} is {values!r:.80}; allowed: a list with an entry for each of the {layers} layers")
+    return values
 
 
 class Decoder(nn.Module):

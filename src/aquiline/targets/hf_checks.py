@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from aquiline.targets.rope import max_positions, rope_changes
 
 _BACKENDS = ("sdpa", "eager")
 _NO_ATTENTION = ("moe", "mlp", "dense", "sparse")
@@ -144,27 +145,13 @@ def mask_windows(config: Any) -> dict[str, int | None]:
 def position_limit(config: Any) -> tuple[int, bool]:
     """Returns the context length, and whether the rotary frequencies change beyond it.
 
-    Dynamic NTK and longrope recompute all frequencies once the input exceeds the original length.
-    That would invalidate cached keys, so the original length is the limit.
+    See `aquiline.targets.rope.max_positions`.
     """
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
+    names = ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters", "rope_scaling")
+    settings = {name: getattr(config, name, None) for name in names}
+    if settings["max_position_embeddings"] is None:
         raise ValueError(f"the configuration of {config.model_type} lacks max_position_embeddings; set it")
-    changing = False
-    for parameters in _rope_parameters(config):
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if kind not in ("dynamic", "longrope"):
-            continue
-        original = parameters.get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None)
-        limit, changing = min(limit, original or limit), True
-    return int(limit), changing
-
-
-def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
+    return max_positions(settings), rope_changes(settings)
 
 
 def head_rule(config: Any) -> HeadRule:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from aquiline.models.files import read_json
-from aquiline.models.resolve import check_target_folder, weight_files
+from aquiline.models.resolve import check_target_folder, tensor_entries, weight_files
 from aquiline.models.tensors import read_tensors
-from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf, load_state
+from aquiline.targets.decoder import FAMILIES, FAMILY_DEFAULTS, Decoder, DecoderConfig, config_from_hf, load_state
+from aquiline.targets.rope import max_positions
 from aquiline.targets.target import Target, TargetShape
+
+logger = logging.getLogger("aquiline")
 
 
 def load_target(
@@ -44,6 +51,8 @@ def load_target(
             f"{folder} is an encoder-decoder ({config.get('model_type')}); allowed: decoder-only causal language models"
         )
     _check_sizes(folder, config)
+    shapes = {name: tuple(facts["shape"]) for file in weight_files(folder) for name, *_, facts in tensor_entries(file)}
+    _check_claims(folder, config, shapes)
     if config.get("model_type") in FAMILIES and not config.get("quantization_config"):
         try:
             own = config_from_hf(config)
@@ -55,6 +64,7 @@ def load_target(
             raise ValueError(
                 f"{folder / 'config.json'} has a value of the wrong type ({error}); fetch it again"
             ) from error
+        _check_shapes(folder, own, shapes)
         decoder = _load_decoder(folder, own, dtype, device)
         if place:
             place(decoder)
@@ -75,14 +85,16 @@ def target_shape(folder: str | Path) -> TargetShape:
     text = config.get("text_config") or {}
     if not isinstance(text, dict):
         raise ValueError(f"{path} says text_config = {text!r}, expected an object; is it a language model?")
-    config = {"max_position_embeddings": 2048, **config, **text}
+    config = {**config, **text}
+    config = {"max_position_embeddings": 2048, **FAMILY_DEFAULTS.get(str(config.get("model_type")), {}), **config}
     sizes: list[int] = []
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
         size = config.get(key)
         if type(size) is not int or size < 1:
             raise ValueError(f"{path} says {key} = {size!r}, expected a number ≥ 1; is it a language model?")
         sizes.append(size)
-    return TargetShape(*sizes)
+    vocabulary, hidden, layers, _ = sizes
+    return TargetShape(vocabulary, hidden, layers, max_positions(config))
 
 
 _SIZES = (
@@ -104,12 +116,53 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{folder / 'config.json'}: {name} is {value!r}; allowed: an integer ≥ 1; fetch it again")
     for name in ("rms_norm_eps", "rope_theta"):
-        value = config.get(name)
-        if value is not None and (type(value) not in (int, float) or not value > 0):
+        value = config.get(name, 1)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise ValueError(f"{folder / 'config.json'}: {name} is {value!r}; allowed: a number > 0; fetch it again")
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict | None):
-        raise ValueError(f"{folder / 'config.json'}: rope_parameters is {rope!r}; allowed: an object; fetch it again")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if not isinstance(rope, dict | None):
+            raise ValueError(f"{folder / 'config.json'}: {name} is {rope!r}; allowed: an object; fetch it again")
+
+
+_MIXED = "the files belong to different models: fetch the folder again"
+
+_LEAST_BITS = 1
+"""Bits of a stored weight, at least, in any quantisation."""
+
+
+def _check_claims(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Rejects sizes that the weights cannot hold, before anything is allocated for them."""
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
+    claims = {name: config.get(name) for name in ("num_hidden_layers", "vocab_size", "hidden_size")}
+    layers, vocabulary, hidden = (size if type(size) is int else 1 for size in claims.values())
+    stored = 64 // _LEAST_BITS * sum(math.prod(shape) for shape in shapes.values())
+    if layers > len(shapes) or vocabulary * hidden > stored:
+        raise ValueError(
+            f"{folder / 'config.json'} says {', '.join(f'{name} {size}' for name, size in claims.items())}, more than "
+            f"the {len(shapes)} tensors of its weights can hold; {_MIXED}"
+        )
+
+
+def _check_shapes(folder: Path, config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares the sizes in a config.json with the weights' headers, so that a false one allocates nothing."""
+    layer, found = config.layer, {name.removeprefix("model."): shape for name, shape in shapes.items()}
+    numbers = {int(name.split(".")[1]) for name in found if re.match(r"layers\.\d{1,9}\.", name)}
+    if numbers and len(numbers) != config.num_layers:
+        raise ValueError(
+            f"{folder / 'config.json'} says num_hidden_layers {config.num_layers}, the weights have {len(numbers)} "
+            f"layers; {_MIXED}"
+        )
+    expected = {
+        "embed_tokens.weight": (config.vocab_size, layer.hidden_size),
+        "layers.0.mlp.gate_proj.weight": (layer.intermediate_size, layer.hidden_size),
+        "layers.0.self_attn.q_proj.weight": (layer.num_heads * layer.head_dim, layer.hidden_size),
+        "layers.0.self_attn.k_proj.weight": (layer.num_kv_heads * layer.head_dim, layer.hidden_size),
+    }
+    for name, shape in expected.items():
+        if name in found and found[name] != shape:
+            raise ValueError(f"{folder}: {name} has shape {found[name]}, expected {shape} by config.json; {_MIXED}")
 
 
 class _Unfilled(TorchFunctionMode):
@@ -133,10 +186,18 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def _load_decoder(folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    tensors = _read_tensors(folder)
+    head, embedding = (tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if config.tied and head is not None and embedding is not None and not torch.equal(head, embedding):
+        logger.warning(
+            "%s says tie_word_embeddings, but the file's lm_head.weight differs from the embedding; it is used",
+            folder / "config.json",
+        )
+        config = replace(config, tied=False)
     with torch.device(device), _Unfilled(dtype):
         decoder = Decoder(config).to(dtype)
-    load_state(decoder, _read_tensors(folder), str(folder))
+    load_state(decoder, tensors, str(folder))
     return decoder.eval().requires_grad_(False)
 
 

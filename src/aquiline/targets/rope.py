@@ -24,7 +24,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        dim: rotated width, the head dimension (times the partial factor).
+        dim: rotated width, the head dimension.
         kind: one of default, linear, dynamic, llama3, yarn.
         scaling: the remaining parameters of the configuration, as read.
         original_max_positions: context length in training, before scaling.
@@ -45,23 +45,40 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
     """Reads the rotary settings of a Hugging Face configuration, old or new style.
 
     Args:
-        config: config.json as a mapping; `rope_parameters` (transformers 5) wins over
-            `rope_theta` and `rope_scaling`.
+        config: config.json as a mapping. As in transformers, `rope_scaling` replaces `rope_parameters`, and
+            a value in it goes before the same one beside it.
         head_dim: head dimension.
         default_theta: base if the configuration has none (10000 by convention).
 
     Raises:
-        ValueError: for a scaling whose frequencies depend on the input's length.
+        ValueError: for a scaling whose frequencies depend on the input's length, or that differs by layer or
+            rotates a part of each head.
     """
-    parameters = dict(config.get("rope_scaling") or {})
-    parameters.update(config.get("rope_parameters") or {})
-    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    parameters = _parameters(config)
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ValueError("rope parameters differ by the kind of layer; use the HF adapter")
+    kind = _kind(parameters)
     if kind == "longrope":
         raise ValueError("rope scaling 'longrope' changes frequencies with the input's length; use the HF adapter")
     theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    original = parameters.get("original_max_position_embeddings") or config.get("max_position_embeddings", 0)
-    return RopeConfig(float(theta), int(head_dim * partial), kind, parameters, int(original))
+    if partial != 1 and kind != "default":  # Without scaling, these families rotate whole heads whatever it says.
+        raise ValueError(f"partial_rotary_factor {partial!r} with rope scaling {kind!r} is not supported")
+    return RopeConfig(float(theta), head_dim, kind, parameters, _original(config, parameters))
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    return str(parameters.get("rope_type", parameters.get("type", "default")))
+
+
+def _original(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
+    """Context length in training; one beside the rope parameters goes before one in them."""
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    return int(config.get(names[0]) or parameters.get(names[0]) or config.get(names[1]) or 0)
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
@@ -117,9 +134,33 @@ def _yarn(plain: Tensor, rope: RopeConfig, scaling: Mapping[str, Any]) -> tuple[
     return plain / factor * (1 - keep) + plain * keep, float(attention)
 
 
-def max_positions(rope: RopeConfig, declared: int) -> int:
-    """Returns the usable context length; dynamic NTK is limited to its original length."""
-    return min(declared, rope.original_max_positions) if rope.kind == "dynamic" else declared
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Returns the usable context length of a Hugging Face configuration with `max_position_embeddings`.
+
+    Linear and YaRN scaling extend the length in training by their factor, whether or not
+    `max_position_embeddings` was raised with it; their recipes leave it alone. Dynamic NTK and longrope
+    recompute all frequencies beyond the original length, which would invalidate cached keys: it is the limit.
+    Where the scaling differs by the kind of layer, the shortest length counts.
+    """
+    declared, parameters = int(config["max_position_embeddings"]), _parameters(config)
+    parts = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
+    return min(_extended(config, part, declared) for part in parts)
+
+
+def rope_changes(config: Mapping[str, Any]) -> bool:
+    """Whether the frequencies change beyond the original length."""
+    parameters = _parameters(config)
+    parts = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
+    return any(_kind(part) in ("dynamic", "longrope") for part in parts)
+
+
+def _extended(config: Mapping[str, Any], parameters: Mapping[str, Any], declared: int) -> int:
+    kind, original = _kind(parameters), _original(config, parameters)
+    if kind in ("dynamic", "longrope"):
+        return min(declared, original)
+    if kind in ("linear", "yarn"):
+        return max(declared, int(original * float(parameters.get("factor") or 1)))
+    return declared
 
 
 class RotaryTable:

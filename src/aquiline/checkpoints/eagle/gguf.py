@@ -23,6 +23,7 @@ from aquiline.checkpoints.eagle.dialects import Translated
 from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.checkpoints.eagle.vocabulary import offsets
 from aquiline.models.files import replacing
+from aquiline.models.gguf_header import check_counts
 from aquiline.targets.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURE = "eagle3"
@@ -94,6 +95,7 @@ def is_gguf_head(path: Path) -> bool:
     from gguf import GGUFReader
 
     try:
+        check_counts(path)
         found = GGUFReader(path).fields.get("general.architecture")
         return found is not None and found.contents() == ARCHITECTURE
     except (OSError, IndexError, KeyError, ValueError, TypeError):
@@ -181,6 +183,7 @@ def _copy_tokenizer(writer: Any, target_gguf: Path, vocab_size: int) -> None:
     from gguf import GGUFReader, GGUFValueType
 
     try:
+        check_counts(target_gguf)
         reader = GGUFReader(target_gguf)
     except (ValueError, OSError, IndexError, KeyError) as error:
         raise ValueError(f"{target_gguf} is not a GGUF file ({error}); give the target's own GGUF file") from error
@@ -221,6 +224,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from gguf import GGUFReader
 
     try:
+        check_counts(path)
         reader = GGUFReader(path)
         fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
     except (OSError, IndexError, KeyError, ValueError) as error:
