@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import aquiline
 from aquiline import decode
@@ -36,6 +37,7 @@ from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule
 from tests import tiny
+from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.pretend_device import DEVICE, Away, pretended_device
 from tests.targets import hf_models
 from tests.tiny_tokenizers import byte_level
@@ -231,3 +233,23 @@ def test_the_benchmark_of_gpus_runs_in_smoke_form() -> None:
     assert result.returncode == 0, result.stderr
     for name in ("plain", "forward, ms by width", "cycle", "trees", "batches"):
         assert f"\n| {name} |" in result.stdout, result.stdout
+
+
+def test_a_model_spread_over_devices_keeps_each_layer_s_keys_where_it_computes() -> None:
+    expected = aquiline.load(hf_models.build("olmo2"), None).generate(PROMPTS, GREEDY)
+    texts = [[*prompt, *output.token_ids] for prompt, output in zip(PROMPTS, expected, strict=True)]
+
+    def moved(device: torch.device | str) -> Callable[..., tuple[Any, Any]]:
+        return lambda module, args, kwargs: tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+
+    with pretended_device() as counts:
+        spread = hf_models.build("olmo2")
+        for layer in spread.model.layers[4:]:
+            layer.to(DEVICE).register_forward_pre_hook(moved(DEVICE), with_kwargs=True)
+        spread.model.norm.register_forward_pre_hook(moved("cpu"), with_kwargs=True)
+        loaded = aquiline.load(spread, KnowingDrafter(known_from(texts), hf_models.VOCAB, error=0.3))
+        outputs = loaded.generate(PROMPTS, GREEDY)
+        assert loaded.target.new_cache(1, 8).parts[0].key_block.shape[0] == 3
+        copied = [line for line in (*counts.to_host, *counts.to_device) if line.startswith("targets/hf_cache")]
+    assert ids(outputs) == ids(expected) and any(output.stats.accepted for output in outputs)
+    assert not copied, f"keys travel between devices: {copied}"

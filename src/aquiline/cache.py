@@ -33,12 +33,14 @@ class KVCache:
         value_block: (layers, rows, kv_heads, capacity, value_dim).
         lengths: (rows,) int64 on the CPU, committed tokens of each row.
         max_capacity: the model's context length; `reserve` rejects more than this plus `SCRATCH`.
+        parts: of a model spread over devices, the layers on each other device; they share `lengths`.
     """
 
     key_block: Tensor
     value_block: Tensor
     lengths: Tensor
     max_capacity: int
+    parts: tuple[KVCache, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -49,6 +51,11 @@ class KVCache:
     def capacity(self) -> int:
         """Positions allocated per row."""
         return self.key_block.shape[3]
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The blocks of all devices."""
+        return [block for part in (self, *self.parts) for block in (part.key_block, part.value_block)]
 
     def keys(self, layer: int) -> Tensor:
         """(rows, kv_heads, capacity, key_dim) view of one layer."""
@@ -78,6 +85,8 @@ class KVCache:
         size = min(-(-wanted // _BUCKET) * _BUCKET, max(self.max_capacity + SCRATCH, positions))
         self.key_block = _grown(self.key_block, size)
         self.value_block = _grown(self.value_block, size)
+        for part in self.parts:
+            part.reserve(positions)
 
 
 def check_fits(what: str, nodes: int, remedy: str) -> None:
@@ -152,8 +161,8 @@ def commit(cache: KVCache, path: Tensor, rows: Sequence[int], moved: Tensor | No
             moved = to_device(cache.key_block.device, path)[0] if moved is None else moved
             source = moved[i, first_moved : len(kept)] + start
             target = slice(start + first_moved, start + len(kept))
-            for block in (cache.key_block, cache.value_block):
-                block[:, row, :, target] = block[:, row].index_select(2, source)
+            for block in cache.blocks:
+                block[:, row, :, target] = block[:, row].index_select(2, source.to(block.device))
         cache.lengths[row] = start + len(kept)
 
 
@@ -166,6 +175,6 @@ def truncate(cache: KVCache, row: int, length: int) -> None:
 def copy_prefix(cache: KVCache, source: int, target: int, length: int) -> None:
     """Copies the first `length` positions of row `source` to row `target` (shared prompts)."""
     assert length <= int(cache.lengths[source])
-    for block in (cache.key_block, cache.value_block):
+    for block in cache.blocks:
         block[:, target, :, :length] = block[:, source, :, :length]
     cache.lengths[target] = length

@@ -59,4 +59,5 @@ def test_three_steps_equal_those_on_the_cpu(base: Path, kind: str, monkeypatch: 
     here, away = (
         [line["loss"] for line in metrics(base / f"{kind}-{name}") if "loss" in line] for name in ("here", "away")
     )
-    assert len(here) >= 3 and away == pytest.approx(here, rel=1e-4)
+    # Muon steps in bfloat16, which magnifies the rounding of other kernels.
+    assert len(here) >= 3 and away[0] == pytest.approx(here[0], rel=1e-5) and away == pytest.approx(here, rel=1e-3)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from aquiline.targets.target import Feature, Target, TargetOutput, TargetShape, 
 class HFTarget:
     """Adapts a transformers causal LM to `Target`.
 
-    Quantised models, PEFT adapters and models spread over devices work unchanged; the cache
-    lies on the device of the first layer's keys.
+    Quantised models, PEFT adapters and models spread over devices work unchanged; a layer's keys and
+    values lie on the device that computes it.
 
     Args:
         model: a causal LM in eval mode, or a PEFT wrapper of one.
@@ -86,8 +87,7 @@ class HFTarget:
         self._slots = recorded_slots(cache)
         if not self._slots:
             raise ValueError(f"{type(self.model).__name__} put no keys into its cache; decode it with transformers")
-        first = cache.layers[min(self._slots)].keys
-        self._cache_dtype, self._cache_device = first.dtype, first.device
+        self._cache_dtype = cache.layers[min(self._slots)].keys.dtype
         self.dtype = final.dtype
         vocab = self.project(final).shape[-1]
         self.shape = TargetShape(vocab, final.shape[-1], config.num_hidden_layers, limit)
@@ -105,8 +105,9 @@ class HFTarget:
             return {"": None}
         start = window + 2
         cache = self.new_cache(1, start + 2)
-        cache.key_block[:, :, :, :4] = 1.0
-        cache.value_block[:, :, :, :4] = window
+        for part in (cache, *cache.parts):
+            part.key_block[:, :, :, :4] = 1.0
+            part.value_block[:, :, :, :4] = window
         cache.lengths[0] = start
         tokens = torch.tensor([[1, 2]], device=self.device)
         positions = torch.arange(start, start + 2, device=self.device)[None]
@@ -158,7 +159,12 @@ class HFTarget:
                 )
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        slots = self._slots.values()
+        devices = list(dict.fromkeys(slot.device for slot in self._slots.values()))
+        home, *parts = [self._device_cache(device, rows, capacity) for device in devices]
+        return replace(home, parts=tuple(replace(part, lengths=home.lengths) for part in parts))
+
+    def _device_cache(self, device: torch.device, rows: int, capacity: int) -> KVCache:
+        slots = [slot for slot in self._slots.values() if slot.device == device]
         return new_cache(
             layers=len(slots),
             rows=rows,
@@ -168,7 +174,7 @@ class HFTarget:
             capacity=capacity,
             max_capacity=self.shape.max_positions,
             dtype=self._cache_dtype,
-            device=self._cache_device,
+            device=device,
         )
 
     @torch.no_grad()

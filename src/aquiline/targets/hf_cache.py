@@ -6,30 +6,34 @@ Imports transformers, so it is itself imported only where a transformers model a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from aquiline.cache import KVCache
 from aquiline.targets.attention import Placement, read, write
+from aquiline.tree import select
 
 
 @dataclass(frozen=True)
 class LayerSlot:
     """Where the keys and values of one model layer lie in a `KVCache`.
 
-    The cache is one block for all layers, as wide as the widest layer; a narrower layer uses the
-    first heads and dimensions.
+    The cache is one block for all layers of a device, as wide as the widest layer; a narrower layer uses
+    the first heads and dimensions.
 
     Attributes:
-        index: layer of the `KVCache`.
+        device: that computes the layer.
+        index: layer among those of the device.
         heads: key/value heads.
         key_dim: width of a key.
         value_dim: width of a value.
     """
 
+    device: torch.device
     index: int
     heads: int
     key_dim: int
@@ -48,18 +52,16 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         slot, cache, placement = self._slot, self._cache, self._placement
         assert slot is not None, "a layer without keys in the probe wrote some"
-        home = cache.key_block.device
-        away = key_states.device if key_states.device != home else None
-        if away is not None:
-            key_states, value_states = key_states.to(home), value_states.to(home)
+        if key_states.device != cache.key_block.device:
+            cache = next(part for part in cache.parts if part.key_block.device == key_states.device)
+            placement = replace(placement, rows=select(key_states.device, placement.slots))
         narrow = (slot.heads, slot.key_dim, slot.value_dim)
         if narrow == (cache.key_block.shape[2], cache.key_block.shape[4], cache.value_block.shape[4]):
             view, layer = cache, slot.index
         else:
             view, layer = _narrowed(cache, slot), 0
         write(view, layer, placement, key_states, value_states)
-        keys, values = read(view, layer, placement)
-        return (keys, values) if away is None else (keys.to(away), values.to(away))
+        return read(view, layer, placement)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the cache is already allocated."""
@@ -110,7 +112,9 @@ def recorded_slots(cache: DynamicCache) -> dict[int, LayerSlot]:
     slots: dict[int, LayerSlot] = {}
     for i, layer in enumerate(cache.layers):
         if layer.keys is not None:
-            slots[i] = LayerSlot(len(slots), layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+            device = layer.keys.device
+            index = sum(slot.device == device for slot in slots.values())
+            slots[i] = LayerSlot(device, index, layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
     return slots
 
 
