@@ -1,0 +1,153 @@
+"""A fast copy of a draft network on the CPU kernels; see `aquiline.targets.native`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aquiline.cache import KVCache
+from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadConfig, Network
+from aquiline.native.library import EMBEDDED, FUSED, HIDDEN, PAIRED, Layer, Library, find_library
+from aquiline.native.packing import INPUT_PAD, Memory, padded
+from aquiline.native.stack import Inputs, NativeReadout, NativeStack, readout
+from aquiline.targets.layers import decoder_layers
+from aquiline.targets.native import AngleTable, pack_layer, reserve, stack_bytes, stack_struct, supported
+from aquiline.targets.rope import RotaryTable
+
+_READS = {"feature+shifted": EMBEDDED | HIDDEN, "feature+unshifted": EMBEDDED | HIDDEN,
+          "feature": HIDDEN, "token": EMBEDDED}  # fmt: skip
+
+
+class NativeNetwork:
+    """The native copy of an EAGLE network, with the same verbs. Made by `native_network`.
+
+    A snapshot: later changes of the original's weights do not reach it.
+
+    Attributes:
+        config: of the head.
+        dtype: bfloat16 or float32.
+        device: the CPU.
+    """
+
+    def __init__(self, network: Network, library: Library) -> None:
+        config, weight = network.config, network.fc.weight
+        self.config: HeadConfig = config
+        self.dtype: torch.dtype = weight.dtype
+        self.device: torch.device = weight.device
+        self._memory = Memory(library)
+        size = stack_bytes(config.layer, config.num_layers, config.draft_vocab_size, self.dtype, library.lanes)
+        self._memory.reserve(2 * size)
+        self._angles = AngleTable(config.layer.rope)
+        layers = self._layers(network)
+        struct = stack_struct(config.layer, layers, self.dtype)
+        self._fuse: NativeReadout | None = None
+        if isinstance(network, Eagle3Network):
+            first = network.midlayer
+            struct.entry, struct.norm_before_residual = PAIRED, config.norm_before_residual
+            struct.embedding_norm = self._memory.norm(first.input_layernorm)
+            struct.hidden_norm = self._memory.norm(first.hidden_norm)
+            self._read_outs(network)
+        else:
+            struct.entry, struct.reads = FUSED, _READS[config.inputs]
+            columns = _joined(config.hidden_size, 2) if struct.reads == EMBEDDED | HIDDEN else None
+            struct.fuse = self._memory.matrix(weight, network.fc.bias, columns=columns)
+        self._stack = NativeStack(library, struct, self._memory, self.dtype)
+
+    def _layers(self, network: Network) -> list[Layer]:
+        memory, sizes = self._memory, self.config.layer
+        packed = []
+        if isinstance(network, Eagle3Network):
+            first = network.midlayer
+            packed.append(
+                pack_layer(
+                    memory, sizes, first.self_attn, first.mlp, None, first.post_attention_layernorm,
+                    columns=_joined(sizes.hidden_size, 2),
+                )
+            )  # fmt: skip
+        return packed + [
+            pack_layer(
+                memory, sizes, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+            )
+            for layer in decoder_layers(network.layers)
+        ]
+
+    def _read_outs(self, network: Eagle3Network) -> None:
+        memory, config, eps = self._memory, self.config, self.config.layer.rms_norm_eps
+        norm, parts = None, 1
+        if config.norm_before_fc:
+            norm = network.input_norm.weight
+        elif config.fc_norm:
+            norm, parts = torch.cat([part.weight for part in network.fc_norm]), len(network.fc_norm)  # type: ignore[misc]
+        fc = network.fc
+        self._fuse = readout(
+            memory, fc.weight, self.dtype, inputs=fc.in_features, norm=norm, parts=parts, bias=fc.bias, eps=eps
+        )
+        hidden, final = config.hidden_size, network.norm.weight
+        self._feedback = readout(memory, None, self.dtype, inputs=hidden, norm=final, eps=eps)
+        self._logits = readout(
+            memory, network.lm_head.weight, self.dtype, inputs=hidden, norm=final, wide=True, eps=eps
+        )
+
+    def describe(self) -> str:
+        """Names the path that forwards take."""
+        return f"native {str(self.dtype).removeprefix('torch.')} ({self._stack.library.instructions})"
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See `Eagle3Network.fuse` and `EagleNetwork.fuse`."""
+        return features if self._fuse is None else self._fuse(features)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        rotary: RotaryTable,
+        offset: int = 0,
+    ) -> Tensor:
+        """See `aquiline.drafters.eagle_network.forward_network`; has its own float32 `rotary`."""
+        span = reserve(cache, rows, embedded.shape[1], offset)
+        inputs = Inputs(positions, ancestors, rows, embedded=embedded, hidden=hidden, offset=offset)
+        stream = self._stack.forward(inputs, cache, self._angles.upto(span), stream=True).stream
+        assert stream is not None
+        return stream
+
+    def feedback(self, stream: Tensor) -> Tensor:
+        """See `Eagle3Network.feedback`."""
+        return self._feedback(stream) if self.config.norm_output else stream
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """See `Eagle3Network.logits`."""
+        return self._logits(stream)
+
+
+def _joined(size: int, parts: int) -> Tensor:
+    """Order in which `parts` pieces of `size` inputs are each padded as the kernels join them."""
+    order = torch.full((parts, padded(size, INPUT_PAD)), -1)
+    order[:, :size] = torch.arange(parts * size).view(parts, size)
+    return order.flatten()
+
+
+def native_network(network: Network, library: Library | None = None) -> NativeNetwork | None:
+    """Makes the native copy of a draft network.
+
+    Returns:
+        None where there are no kernels for this machine, the dtype, the device or the sizes.
+    """
+    config, weight = network.config, network.fc.weight
+    if not supported(config.layer, weight.dtype, weight.device):
+        return None
+    if config.kind == "eagle" and config.inputs != "token" and config.target_hidden_size != config.hidden_size:
+        return None
+    library = library or find_library()[0]
+    if library is None:
+        return None
+    assert isinstance(network, EagleNetwork | Eagle3Network)
+    with torch.no_grad():
+        return NativeNetwork(network, library)
+
+

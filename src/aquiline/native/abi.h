@@ -1,0 +1,92 @@
+// What Python passes: plain structs, mirrored by ctypes in library.py, which compares their sizes.
+// Pointers are to memory that Python keeps alive; Python has checked dtypes, shapes and strides.
+#pragma once
+#include "matrix.h"
+
+namespace aquiline {
+
+struct Layer {
+  Matrix qkv;      // rows: query heads, key heads, value heads, each padded to whole vectors
+  Matrix out;      // inputs: the query heads, padded alike
+  Matrix gate_up;  // a vector of gates, then its vector of ups, and so on
+  Matrix down;
+  const float* first_norm;  // null: the layer reads the stream as it is
+  const float* second_norm;
+  const float* query_norm;  // null where heads are not normed
+  const float* key_norm;
+  int32_t window;  // 0: sees everything
+  int32_t rotated;
+};
+
+// How the stream begins.
+enum Entry : int32_t {
+  TOKENS = 0,  // rows of the embedding
+  FUSED = 1,   // EAGLE-1: fuse([embedded, hidden])
+  PAIRED = 2,  // EAGLE-3: hidden; the first layer reads [norm(embedded), norm(hidden)]
+};
+
+// Parts that EAGLE-1's fusing product reads.
+enum Reads : int32_t { EMBEDDED = 1, HIDDEN = 2 };
+
+struct Stack {
+  const Layer* layers;
+  const void* embedding;    // vocab × hidden; TOKENS
+  const float* final_norm;  // null: no final norm and no logits
+  Matrix head;
+  Matrix fuse;                  // FUSED
+  const float* embedding_norm;  // PAIRED
+  const float* hidden_norm;
+  int32_t num_layers, hidden, heads, kv_heads, dim, rotary_half, inner, vocab;
+  int32_t half;  // embedding, cache, features and streams are bfloat16, else float32
+  int32_t gelu;
+  int32_t entry, reads;
+  int32_t norm_before_residual;
+  float eps, scale;
+  int32_t reserved;
+};
+
+struct Call {
+  int32_t batch, width, offset, threads;
+  const int64_t* tokens;         // (batch, width); TOKENS
+  const void* embedded;          // (batch, width, hidden); FUSED, PAIRED
+  const void* hidden;            // (batch, width, hidden); FUSED, PAIRED
+  const int64_t* positions;      // (batch, width)
+  const uint8_t* ancestors;      // (batch, width, offset + width), or null for causal order
+  const int64_t* committed;      // (batch)
+  const int64_t* rows;           // (batch)
+  const float *cosines, *sines;  // (angles, rotary_half)
+  void *keys, *values;           // (layers, cache_rows, kv_heads, capacity, dim)
+  int64_t angles, cache_rows, capacity;
+  const int32_t* features;   // boundaries to return; -1 is the stream after the final norm
+  void* feature_out;         // (batch, width, num_features · hidden)
+  const int64_t* logits_at;  // (batch, asked), or null for all nodes
+  float* logits;             // (batch, asked, vocab)
+  void* stream_out;          // (batch, width, hidden) after the last layer, or null
+  int32_t num_features, asked;
+  char message[160];  // of an error
+};
+
+// Norms and a product for rows on their own: draft logits, fused features, the LM head.
+struct Readout {
+  Matrix matrix;      // weight null: the norm alone
+  const float* norm;  // null: none
+  int32_t inputs;     // width of a row
+  int32_t parts;      // equal parts of a row that are normed each on their own
+  int32_t outputs;
+  int32_t half_in, half_out;
+  float eps;
+};
+
+struct ReadoutCall {
+  const void* x;  // (n, inputs)
+  void* out;      // (n, outputs)
+  int64_t n;
+  int32_t threads, reserved;
+};
+
+struct Facts {
+  int32_t lanes, pair_dots, tiles, stack_size, layer_size, call_size, readout_size,
+      readout_call_size;
+};
+
+}  // namespace aquiline

@@ -1,0 +1,116 @@
+"""Weights in the layout of the kernels: vectors of outputs, see ``matrix.h``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from aquiline.native.library import Library, Matrix
+
+INPUT_PAD = 32
+"""Inputs of a product are padded with zeros to a multiple of this."""
+
+ALIGNMENT = 64
+HUGE_PAGE = 1 << 21
+DTYPES = (torch.float32, torch.bfloat16)
+"""In the order of the kinds in ``matrix.h``."""
+
+
+def padded(size: int, to: int) -> int:
+    """`size` rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+@dataclass(eq=False)
+class Memory:
+    """Owns what a stack's structs point to.
+
+    The weights lie in few large pieces, in the order in which they are read, on huge pages where the
+    system has them.
+
+    Attributes:
+        library: the kernels.
+        kept: tensors that stay alive as long as this.
+    """
+
+    library: Library
+    kept: list[Tensor] = field(default_factory=list)
+    _piece: Tensor | None = None
+    _used: int = 0
+
+    def reserve(self, size: int) -> None:
+        """Opens a new piece of `size` bytes for the weights that follow."""
+        piece = torch.empty(size + HUGE_PAGE + ALIGNMENT, dtype=torch.uint8)
+        self.library.advise(piece.data_ptr(), piece.numel())
+        self.kept.append(piece)
+        # A piece begins on a page of its own.
+        self._piece, self._used = piece, -piece.data_ptr() % HUGE_PAGE
+
+    def place(self, tensor: Tensor) -> int:
+        """Copies a tensor into the piece; returns its address."""
+        size = padded(tensor.numel() * tensor.element_size(), ALIGNMENT)
+        if self._piece is None or self._used + size > self._piece.numel():
+            self.reserve(max(size, 16 * HUGE_PAGE))
+        assert self._piece is not None
+        at = self._piece[self._used : self._used + tensor.numel() * tensor.element_size()]
+        at.view(tensor.dtype).copy_(tensor.reshape(-1))
+        self._used += size
+        return at.data_ptr()
+
+    def keep(self, tensor: Tensor) -> int:
+        """Keeps a float32 copy of a tensor; returns its address."""
+        self.kept.append(tensor.detach().float().contiguous().clone())
+        return self.kept[-1].data_ptr()
+
+    def norm(self, norm: nn.Module | None) -> int | None:
+        """Keeps the weight of a norm; None for None or an identity."""
+        weight = getattr(norm, "weight", None)
+        return None if weight is None else self.keep(weight)
+
+    def matrix(
+        self, weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None, columns: Tensor | None = None
+    ) -> Matrix:
+        """Packs a matrix.
+
+        Args:
+            weight: (outputs, inputs) float32 or bfloat16.
+            bias: (outputs,) or None.
+            rows: int64 order of the outputs, -1 for a row of zeros; None for the given order.
+            columns: as `rows`, for the inputs.
+        """
+        weight = _picked(_picked(weight.detach(), rows, 0), columns, 1)
+        outputs, inputs = weight.shape
+        lanes = self.library.lanes
+        width, vectors = padded(inputs, INPUT_PAD), -(-outputs // lanes)
+        weight = nn.functional.pad(weight, (0, width - inputs, 0, vectors * lanes - outputs))
+        per_lane = 2 if weight.dtype == torch.bfloat16 else 1
+        laid_out = weight.view(vectors, lanes, width // per_lane, per_lane).transpose(1, 2)
+        address = None
+        if bias is not None:
+            bias = _picked(bias.detach().float(), rows, 0)
+            address = self.keep(nn.functional.pad(bias, (0, vectors * lanes - outputs)))
+        return Matrix(self.place(laid_out), address, vectors, width, DTYPES.index(weight.dtype), 0)
+
+
+def _picked(tensor: Tensor, order: Tensor | None, dim: int) -> Tensor:
+    if order is None:
+        return tensor
+    zeros = tensor.new_zeros([1 if i == dim else size for i, size in enumerate(tensor.shape)])
+    return torch.cat((tensor, zeros), dim).index_select(dim, order % (tensor.shape[dim] + 1))
+
+
+def padded_heads(heads: int, dim: int, lanes: int) -> Tensor:
+    """Order in which each of `heads` heads of `dim` channels is padded to whole vectors."""
+    order = torch.full((heads, padded(dim, lanes)), -1)
+    order[:, :dim] = torch.arange(heads * dim).view(heads, dim)
+    return order.flatten()
+
+
+def alternating(size: int, lanes: int) -> Tensor:
+    """Order of [gate, up], each of `size` rows: a vector of gates, then its vector of ups, and so on."""
+    gates = torch.full((padded(size, lanes),), -1)
+    gates[:size] = torch.arange(size)
+    ups = torch.where(gates < 0, gates, gates + size)
+    return torch.stack((gates.view(-1, lanes), ups.view(-1, lanes)), 1).flatten()

@@ -1,0 +1,314 @@
+#include "stack.h"
+
+namespace aquiline {
+
+namespace {
+
+Rows take_rows(Scratch& scratch, int n, int inputs, bool half) {
+  const size_t stride = row_stride(inputs, half);
+  return {scratch.take<char>(n * stride), stride, half};
+}
+
+// The widest input of a product that reads normed rows, and whether it wants bfloat16: all of a
+// stack's matrices have one kind.
+int widest(const Stack& stack) {
+  return padded(stack.hidden, INPUT_PAD) * (stack.entry == PAIRED ? 2 : 1);
+}
+
+const Matrix& any_matrix(const Stack& stack) { return stack.layers[0].qkv; }
+
+}  // namespace
+
+void Pass::lay_out(Scratch& scratch, int team) {
+  const Stack& s = stack_;
+  const bool half = any_matrix(s).takes_halves();
+  const int rows = std::max(n_, (int)wanted_.size());
+  const bool pairs = s.half && HAS_PAIR_DOTS;
+  shared_.stream = padded(s.hidden, INPUT_PAD);
+  shared_.head_stride = padded(s.dim, LANES);
+  shared_.query_bytes = shared_.head_stride * (pairs ? sizeof(Half) : sizeof(float));
+  shared_.x = scratch.take<float>(n_ * shared_.stream);
+  shared_.queries = scratch.take<char>(n_ * s.heads * shared_.query_bytes);
+  shared_.mixed = take_rows(scratch, n_, s.layers[0].out.inputs, half);
+  shared_.inner = take_rows(scratch, n_, s.layers[0].down.inputs, half);
+  const int joined = s.entry == TOKENS ? 0 : 2 * padded(s.hidden, INPUT_PAD);
+  shared_.joined = take_rows(scratch, joined ? n_ : 0, joined, half);
+  shared_.normed = take_rows(scratch, rows > OWN_NORMS ? rows : 0, widest(s), half);
+  own_.resize(team);
+  for (Own& own : own_) {
+    own.normed = take_rows(scratch, std::min(rows, OWN_NORMS), widest(s), half);
+    own.out =
+        scratch.take<float>((size_t)rows * std::max<size_t>(BLOCK * LANES, shared_.head_stride));
+    own.row = scratch.take<float>(shared_.stream);
+    AttentionScratch& a = own.attention;
+    a.width = padded(nodes_.span, SCORE_SLOTS) + SCORE_SLOTS;
+    a.keys = scratch.take<Ints>(2 * padded(s.dim, LANES));
+    a.scores = scratch.take<float>(MOST_QUERIES * a.width);
+    a.mixed = scratch.take<float>(QUERY_TILE * shared_.head_stride);
+  }
+}
+
+void Pass::run(const Member& member) {
+  Tiles tiles;
+  Own own = own_[member.id];
+  own.tiles = &tiles;
+  begin(member, own);
+  member.wait();
+  if (stack_.entry == FUSED) {
+    fuse(member, own);
+    member.wait();
+  }
+  for (int i = 0; i < stack_.num_layers; i++) {
+    capture(member, i);
+    layer(member, own, i);
+  }
+  finish(member, own);
+}
+
+// The stream's first rows, and the zeros that pad the rows of products.
+void Pass::begin(const Member& member, const Own& own) {
+  const Stack& s = stack_;
+  const Layer& first = s.layers[0];
+  const Range mine = member.part(n_);
+  const int width = padded(s.hidden, INPUT_PAD);
+  for (int t = mine.begin; t < mine.end; t++) {
+    float* x = stream(t);
+    memset(x + s.hidden, 0, (shared_.stream - s.hidden) * sizeof(float));
+    shared_.mixed.zero(t, s.heads * (int)shared_.head_stride, first.out.inputs);
+    shared_.inner.zero(t, padded(s.inner, LANES), first.down.inputs);
+    const Values source = {s.entry == TOKENS ? s.embedding : call_.hidden, (bool)s.half};
+    const size_t row = s.entry == TOKENS ? (size_t)call_.tokens[t] : (size_t)t;
+    for (int i = 0; i < s.hidden; i += LANES) {
+      const int count = lanes_at(i, s.hidden);
+      store_part(x + i, source.at(row * s.hidden + i, count), count);
+    }
+    if (s.entry == TOKENS) continue;
+    float* embedded = own.row;
+    const Values given = {call_.embedded, (bool)s.half};
+    for (int i = 0; i < s.hidden; i += LANES) {
+      const int count = lanes_at(i, s.hidden);
+      store_part(embedded + i, given.at((size_t)t * s.hidden + i, count), count);
+    }
+    shared_.joined.zero(t, 0, 2 * width);
+    if (s.entry == PAIRED) {
+      normalise(embedded, s.embedding_norm, s.hidden, s.eps, shared_.joined, t);
+      normalise(x, s.hidden_norm, s.hidden, s.eps, shared_.joined, t, width);
+      if (s.norm_before_residual) {
+        const Rows stream_rows{(char*)shared_.x, shared_.stream * sizeof(float), false};
+        normalise(x, s.hidden_norm, s.hidden, s.eps, stream_rows, t);
+      }
+    } else {
+      int at = 0;
+      if (s.reads & EMBEDDED) copy_row(embedded, s.hidden, shared_.joined, t), at = width;
+      if (s.reads & HIDDEN) copy_row(x, s.hidden, shared_.joined, t, at);
+    }
+  }
+}
+
+// EAGLE-1: the stream is fuse([embedded, hidden]).
+void Pass::fuse(const Member& member, const Own& own) {
+  const Matrix& m = stack_.fuse;
+  const Range mine = member.part(m.vectors);
+  for (int v = mine.begin; v < mine.end; v += BLOCK) {
+    const int count = std::min(BLOCK, mine.end - v);
+    multiply(m, shared_.joined, n_, v, count, own.out, BLOCK * LANES, *own.tiles);
+    for (int t = 0; t < n_; t++)
+      memcpy(stream(t) + v * LANES, own.out + (size_t)t * BLOCK * LANES,
+             count * LANES * sizeof(float));
+  }
+}
+
+void Pass::capture(const Member& member, int boundary) {
+  const int size = stack_.hidden;
+  const Range mine = member.part(n_);
+  for (int f = 0; f < call_.num_features; f++) {
+    if (call_.features[f] != boundary) continue;
+    for (int t = mine.begin; t < mine.end; t++)
+      for (int i = 0; i < size; i += LANES) {
+        const int count = lanes_at(i, size);
+        put_part(call_.feature_out, stack_.half, ((size_t)t * call_.num_features + f) * size + i,
+                 load_part(stream(t) + i, count), count);
+      }
+  }
+}
+
+// Rows of the stream (all, or `which`), normed where there is a weight, as inputs of a product.
+// Few rows cost less than a barrier: each thread computes its own.
+Rows Pass::normed(const Member& member, const Own& own, const Matrix& matrix, const float* weight,
+                  int n, const int32_t* which) {
+  const bool alone = n <= OWN_NORMS;
+  const Rows& to = alone ? own.normed : shared_.normed;
+  const Range mine = alone ? Range{0, n} : member.part(n);
+  for (int t = mine.begin; t < mine.end; t++) {
+    const float* x = stream(which ? which[t] : t);
+    if (weight)
+      normalise(x, weight, stack_.hidden, stack_.eps, to, t);
+    else
+      copy_row(x, stack_.hidden, to, t);
+    to.zero(t, padded(stack_.hidden, LANES), matrix.inputs);
+  }
+  if (!alone) member.wait();
+  return to;
+}
+
+void Pass::layer(const Member& member, const Own& own, int index) {
+  const Layer& l = stack_.layers[index];
+  const bool paired = index == 0 && stack_.entry == PAIRED;
+  project(member, own, l, index,
+          paired ? shared_.joined : normed(member, own, l.qkv, l.first_norm, n_, nullptr));
+  member.wait();
+  if (stack_.half)
+    attention<Half>(member, own, l, index);
+  else
+    attention<float>(member, own, l, index);
+  member.wait();
+  add(member, own, l.out, shared_.mixed);
+  member.wait();
+  feed_forward(member, own, l);
+  member.wait();
+  add(member, own, l.down, shared_.inner);
+  member.wait();
+}
+
+// Queries, keys and values, head by head.
+void Pass::project(const Member& member, const Own& own, const Layer& layer, int index,
+                   const Rows& x) {
+  const int vectors = (int)shared_.head_stride / LANES;
+  const Range mine = member.part(stack_.heads + 2 * stack_.kv_heads);
+  for (int head = mine.begin; head < mine.end; head++) {
+    for (int v = 0; v < vectors; v += BLOCK)
+      multiply(layer.qkv, x, n_, head * vectors + v, std::min(BLOCK, vectors - v),
+               own.out + v * LANES, shared_.head_stride, *own.tiles);
+    finish_head(layer, index, head, own.out, shared_.head_stride);
+  }
+}
+
+// Norms and turns one head of all nodes, and puts it where the attention finds it.
+void Pass::finish_head(const Layer& layer, int index, int head, float* y, size_t stride) {
+  const Stack& s = stack_;
+  const bool query = head < s.heads, value = head >= s.heads + s.kv_heads;
+  const float* norm = query ? layer.query_norm : value ? nullptr : layer.key_norm;
+  const int kv_head = (head - s.heads) % s.kv_heads;
+  const Rows itself{(char*)y, stride * sizeof(float), false};
+  for (int t = 0; t < n_; t++) {
+    const Node& node = nodes_.nodes[t];
+    float* x = y + t * stride;
+    if (norm) normalise(x, norm, s.dim, s.eps, itself, t);
+    if (!value && layer.rotated) {
+      const size_t angle = (size_t)node.position * s.rotary_half;
+      rotate(x, call_.cosines + angle, call_.sines + angle, s.rotary_half);
+    }
+    if (query) {
+      const bool pairs = s.half && HAS_PAIR_DOTS;
+      const Rows to{shared_.queries + ((size_t)t * s.heads + head) * shared_.query_bytes, 0, pairs};
+      copy_row(x, s.dim, to, 0);
+      continue;
+    }
+    const size_t at =
+        (((size_t)index * call_.cache_rows + node.row) * s.kv_heads + kv_head) * call_.capacity +
+        node.slot;
+    for (int i = 0; i < s.dim; i += LANES) {
+      const int count = lanes_at(i, s.dim);
+      put_part(value ? call_.values : call_.keys, s.half, at * s.dim + i, load(x + i), count);
+    }
+  }
+}
+
+template <class T>
+void Pass::attention(const Member& member, const Own& own, const Layer& layer, int index) {
+  const Stack& s = stack_;
+  const int group = s.heads / s.kv_heads, per_head = call_.width * group;
+  const size_t result_bytes =
+      shared_.head_stride * (shared_.mixed.half ? sizeof(Half) : sizeof(float));
+  const Range mine = member.part((int64_t)call_.batch * s.kv_heads * per_head);
+  Query queries[MOST_QUERIES];
+  for (int i = mine.begin; i < mine.end;) {
+    // Queries of one row and key head, nodes slowest.
+    const int segment = i / per_head, b = segment / s.kv_heads, kv_head = segment % s.kv_heads;
+    const int left = std::min(mine.end, (segment + 1) * per_head) - i;
+    const int pieces = (left + MOST_QUERIES - 1) / MOST_QUERIES,
+              count = (left + pieces - 1) / pieces;
+    for (int q = 0; q < count; q++) {
+      const int place = i + q - segment * per_head, t = b * call_.width + place / group;
+      const int head = kv_head * group + place % group;
+      queries[q] = {shared_.queries + ((size_t)t * s.heads + head) * shared_.query_bytes,
+                    nodes_.seen(t, layer.window), shared_.mixed.row(t) + head * result_bytes};
+    }
+    const int row = nodes_.nodes[b * call_.width].row;
+    const size_t at =
+        (((size_t)index * call_.cache_rows + row) * s.kv_heads + kv_head) * call_.capacity * s.dim;
+    const Head head{(const T*)call_.keys + at, (const T*)call_.values + at, s.dim,
+                    (int)call_.capacity, s.scale};
+    attend<T>(head, queries, count, own.attention, shared_.mixed.half);
+    i += count;
+  }
+}
+
+// The stream += a product.
+void Pass::add(const Member& member, const Own& own, const Matrix& matrix, const Rows& x) {
+  const Range mine = member.part(matrix.vectors);
+  for (int v = mine.begin; v < mine.end; v += BLOCK) {
+    const int count = std::min(BLOCK, mine.end - v);
+    multiply(matrix, x, n_, v, count, own.out, BLOCK * LANES, *own.tiles);
+    for (int t = 0; t < n_; t++)
+      for (int i = 0; i < count; i++) {
+        float* y = stream(t) + (v + i) * LANES;
+        store(y, load(y) + load(own.out + ((size_t)t * BLOCK + i) * LANES));
+      }
+  }
+}
+
+void Pass::feed_forward(const Member& member, const Own& own, const Layer& layer) {
+  const Rows x = normed(member, own, layer.gate_up, layer.second_norm, n_, nullptr);
+  const Range mine = member.part(layer.gate_up.vectors, 2);
+  for (int v = mine.begin; v < mine.end; v += BLOCK) {
+    const int count = std::min(BLOCK, mine.end - v);
+    multiply(layer.gate_up, x, n_, v, count, own.out, BLOCK * LANES, *own.tiles);
+    for (int t = 0; t < n_; t++)
+      for (int i = 0; i < count; i += 2) {
+        const float* y = own.out + ((size_t)t * BLOCK + i) * LANES;
+        shared_.inner.put(t, (v + i) / 2 * LANES, activate(load(y), stack_.gelu) * load(y + LANES));
+      }
+  }
+}
+
+// Features, the stream and logits.
+void Pass::finish(const Member& member, const Own& own) {
+  const Stack& s = stack_;
+  capture(member, s.num_layers);
+  const Range mine = member.part(n_);
+  for (int t = mine.begin; t < mine.end; t++) {
+    if (call_.stream_out)
+      for (int i = 0; i < s.hidden; i += LANES) {
+        const int count = lanes_at(i, s.hidden);
+        put_part(call_.stream_out, s.half, (size_t)t * s.hidden + i,
+                 load_part(stream(t) + i, count), count);
+      }
+    for (int f = 0; f < call_.num_features; f++) {
+      if (call_.features[f] >= 0) continue;
+      const Floats scale = broadcast(inverse_rms(stream(t), s.hidden, s.eps));
+      for (int i = 0; i < s.hidden; i += LANES) {
+        const int count = lanes_at(i, s.hidden);
+        const Floats y =
+            load_part(stream(t) + i, count) * scale * load_part(s.final_norm + i, count);
+        put_part(call_.feature_out, s.half, ((size_t)t * call_.num_features + f) * s.hidden + i, y,
+                 count);
+      }
+    }
+  }
+  const int n = (int)wanted_.size();
+  if (!n) return;
+  const Rows x = normed(member, own, s.head, s.final_norm, n, wanted_.data());
+  const Range part = member.part(s.head.vectors, BLOCK);
+  for (int v = part.begin; v < part.end; v += BLOCK) {
+    const int count = std::min(BLOCK, part.end - v);
+    multiply(s.head, x, n, v, count, own.out, BLOCK * LANES, *own.tiles);
+    for (int t = 0; t < n; t++)
+      for (int i = 0; i < count; i++)
+        store_part(call_.logits + (size_t)t * s.vocab + (v + i) * LANES,
+                   load(own.out + ((size_t)t * BLOCK + i) * LANES),
+                   lanes_at((v + i) * LANES, s.vocab));
+  }
+}
+
+}  // namespace aquiline

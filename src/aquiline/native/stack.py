@@ -1,0 +1,250 @@
+"""Calls of the kernels with checked tensors: what they are given must never crash them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.cache import KVCache
+from aquiline.native.library import TOKENS, Call, Library, Readout, ReadoutCall, Stack
+from aquiline.native.packing import Memory
+
+FINAL = -1
+"""Name of the normed stream among the boundaries of a forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Angles:
+    """Cosines and sines by position.
+
+    Attributes:
+        cosines: (positions, rotary width / 2) float32.
+        sines: as `cosines`.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the nodes of one forward are.
+
+    Attributes:
+        positions: (B, T) int64.
+        ancestors: (B, T, offset + T) bool, or None for causal order.
+        rows: the B rows of the cache.
+        tokens: (B, T) int64, for a target.
+        embedded: (B, T, H) of a draft network.
+        hidden: (B, T, H) of a draft network.
+        offset: uncommitted slots in use before these.
+    """
+
+    positions: Tensor
+    ancestors: Tensor | None
+    rows: Sequence[int]
+    tokens: Tensor | None = None
+    embedded: Tensor | None = None
+    hidden: Tensor | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What one forward returns; None where it was not asked for.
+
+    Attributes:
+        logits: (B, K, V) float32.
+        features: (B, T, F · H).
+        stream: (B, T, H) after the last layer.
+    """
+
+    logits: Tensor | None
+    features: Tensor | None
+    stream: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class NativeStack:
+    """A packed decoder stack.
+
+    Attributes:
+        library: the kernels.
+        struct: what they read; its pointers go into `memory`.
+        memory: owns the weights.
+        dtype: of the weights, the cache, features and streams.
+    """
+
+    library: Library
+    struct: Stack
+    memory: Memory
+    dtype: torch.dtype
+
+    def forward(
+        self,
+        inputs: Inputs,
+        cache: KVCache,
+        angles: Angles,
+        features: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+        *,
+        stream: bool = False,
+    ) -> Outputs:
+        """Runs the stack; writes keys and values behind the committed ones and does not advance.
+
+        Args:
+            inputs: the nodes.
+            cache: the cache, with room for them.
+            angles: for all their positions.
+            features: boundaries of the stream to return; `FINAL` is the one after the final norm.
+            logits_at: (B, K) int64, of which nodes logits are returned; None for all.
+            stream: return the stream after the last layer; then there are no logits.
+
+        Raises:
+            ValueError: for sizes, dtypes, tokens, positions or rows that do not fit.
+        """
+        struct, sizes = self.struct, inputs.positions.shape
+        if len(sizes) != 2 or 0 in sizes:
+            raise ValueError(f"positions have shape {tuple(sizes)}; allowed: (rows, nodes), at least one of each")
+        batch, width = sizes
+        positions = _checked("positions", inputs.positions, torch.int64, (batch, width))
+        ancestors = inputs.ancestors
+        if ancestors is not None:
+            ancestors = _checked("ancestors", ancestors, torch.bool, (batch, width, inputs.offset + width))
+        if len(inputs.rows) != batch or len(set(inputs.rows)) != batch:
+            raise ValueError(f"rows are {list(inputs.rows)}; allowed: {batch} distinct rows of the cache")
+        given = [self._given(name, getattr(inputs, name), batch, width) for name in ("tokens", "embedded", "hidden")]
+        asked = width
+        if logits_at is not None:
+            asked = logits_at.shape[-1]
+            logits_at = _checked("logits_at", logits_at, torch.int64, (batch, asked))
+        lengths = cache.lengths.tolist()
+        committed = (ctypes.c_int64 * batch)(*[lengths[row] for row in inputs.rows])
+        rows = (ctypes.c_int64 * batch)(*inputs.rows)
+        boundaries = (ctypes.c_int32 * len(features))(*features)
+        keys, values = self._blocks(cache)
+        logits = taken = after = None
+        if stream:
+            after = torch.empty(batch, width, struct.hidden, dtype=self.dtype)
+        else:
+            logits = torch.empty(batch, asked, struct.vocab)
+        if features:
+            taken = torch.empty(batch, width, len(features) * struct.hidden, dtype=self.dtype)
+        call = Call(
+            batch, width, inputs.offset, torch.get_num_threads(), *map(_address, given), positions.data_ptr(),
+            _address(ancestors), ctypes.addressof(committed), ctypes.addressof(rows),
+            angles.cosines.data_ptr(), angles.sines.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            angles.cosines.shape[0], keys.shape[1], keys.shape[3],
+            ctypes.addressof(boundaries), _address(taken), _address(logits_at), _address(logits), _address(after),
+            len(features), asked,
+        )  # fmt: skip
+        if self.library.forward(struct, call):
+            raise ValueError(call.message.decode())
+        return Outputs(logits, taken, after)
+
+    def _given(self, name: str, tensor: Tensor | None, batch: int, width: int) -> Tensor | None:
+        if (name == "tokens") != (self.struct.entry == TOKENS):
+            return None
+        if tensor is None:
+            raise ValueError(f"{name} are missing; this stack reads them")
+        if name == "tokens":
+            return _checked(name, tensor, torch.int64, (batch, width))
+        return _checked(name, tensor, self.dtype, (batch, width, self.struct.hidden))
+
+    def _blocks(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        struct, capacity = self.struct, cache.capacity
+        shape = (struct.num_layers, cache.rows, struct.kv_heads, capacity, struct.dim)
+        for name, block in (("key", cache.key_block), ("value", cache.value_block)):
+            if block.shape != shape or block.dtype != self.dtype or not block.is_contiguous():
+                raise ValueError(
+                    f"the {name} block has shape {tuple(block.shape)}, dtype {block.dtype} and strides "
+                    f"{block.stride()}; allowed: contiguous {shape}, {self.dtype}; make it with new_cache"
+                )
+        return cache.key_block, cache.value_block
+
+
+@dataclass(frozen=True, eq=False)
+class NativeReadout:
+    """A packed norm and product for rows on their own.
+
+    Attributes:
+        library: the kernels.
+        struct: what they read.
+        memory: owns the weights.
+        dtype_in: of the rows.
+        dtype_out: of the results.
+    """
+
+    library: Library
+    struct: Readout
+    memory: Memory
+    dtype_in: torch.dtype
+    dtype_out: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes (…, inputs) → (…, outputs).
+
+        Raises:
+            ValueError: for a width or a dtype that does not fit.
+        """
+        struct = self.struct
+        x = _checked("the rows", x, self.dtype_in, (*x.shape[:-1], struct.inputs))
+        out = torch.empty(*x.shape[:-1], struct.outputs, dtype=self.dtype_out)
+        count = x.numel() // struct.inputs
+        if count:
+            call = ReadoutCall(x.data_ptr(), out.data_ptr(), count, torch.get_num_threads(), 0)
+            if self.library.read_out(struct, call):
+                raise MemoryError(f"no memory for a product of {count} rows")
+        return out
+
+
+def readout(
+    memory: Memory,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    inputs: int,
+    norm: Tensor | None = None,
+    parts: int = 1,
+    bias: Tensor | None = None,
+    wide: bool = False,
+    eps: float = 0.0,
+) -> NativeReadout:
+    """Packs a readout.
+
+    Args:
+        memory: takes the weights.
+        weight: (outputs, inputs), or None for the norm alone.
+        dtype: of the rows.
+        inputs: width of a row.
+        norm: (inputs,) weight of the norm, or None.
+        parts: equal parts of a row that are normed on their own.
+        bias: (outputs,) or None.
+        wide: the results are float32, whatever the dtype.
+        eps: of the norm.
+    """
+    struct = Readout(
+        norm=None if norm is None else memory.keep(norm), inputs=inputs, parts=parts,
+        outputs=inputs if weight is None else weight.shape[0],
+        half_in=dtype == torch.bfloat16, half_out=dtype == torch.bfloat16 and not wide, eps=eps,
+    )  # fmt: skip
+    if weight is not None:
+        struct.matrix = memory.matrix(weight, bias)
+    return NativeReadout(memory.library, struct, memory, dtype, torch.float32 if wide else dtype)
+
+
+def _checked(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} have shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}; "
+            f"allowed: {shape}, {dtype}, on the CPU; convert them"
+        )
+    return tensor.contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,240 @@
+"""A fast copy of `Decoder` on the CPU kernels of `aquiline.native`: one call for the whole stack.
+
+It computes what `Decoder` computes, rounded at fewer places: the residual stream and the logits are
+float32. A token's logits have the same bits whatever else is forwarded with it: alone, in a chain, a
+tree or a batch, in a prompt's chunks of any length, on any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from aquiline.cache import KVCache, new_cache
+from aquiline.native.library import Layer, Library, Stack, find_library
+from aquiline.native.packing import DTYPES, INPUT_PAD, Memory, alternating, padded, padded_heads
+from aquiline.native.stack import FINAL, Angles, Inputs, NativeStack, readout
+from aquiline.targets.decoder import Decoder, DecoderConfig
+from aquiline.targets.layers import Attention, GatedMLP, LayerConfig, RMSNorm, decoder_layers
+from aquiline.targets.rope import RopeConfig, inverse_frequencies
+from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
+
+
+class NativeDecoder:
+    """The native copy of a `Decoder`; implements `Target`. Made by `native`.
+
+    Attributes:
+        config: sizes.
+        shape: see `Target`.
+        dtype: bfloat16 or float32.
+        device: the CPU.
+    """
+
+    def __init__(self, decoder: Decoder, library: Library) -> None:
+        config = decoder.config
+        self.config: DecoderConfig = config
+        self.shape: TargetShape = decoder.shape
+        self.dtype: torch.dtype = decoder.dtype
+        self.device: torch.device = decoder.device
+        # Only the embedding is shared with the original: the rest is packed, so that the original's
+        # weights are freed when the caller drops it.
+        self._embedding: Tensor = decoder.embed_tokens.weight.detach().contiguous()
+        memory = Memory(library)
+        memory.reserve(stack_bytes(config.layer, config.num_layers, config.vocab_size, self.dtype, library.lanes))
+        self._angles = AngleTable(config.layer.rope)
+        layers = [
+            pack_layer(memory, config.layer, layer.self_attn, layer.mlp, layer.input_layernorm,
+                       layer.post_attention_layernorm, window=window, rotated=rotated)
+            for layer, window, rotated in zip(
+                decoder_layers(decoder.layers), config.windows, config.rotary, strict=True)
+        ]  # fmt: skip
+        struct = stack_struct(config.layer, layers, self.dtype)
+        struct.embedding, struct.vocab = self._embedding.data_ptr(), config.vocab_size
+        struct.final_norm = memory.norm(decoder.norm)
+        self.project = readout(
+            memory, decoder.lm_head.weight, self.dtype, inputs=config.layer.hidden_size, wide=True
+        )
+        struct.head = self.project.struct.matrix
+        self._stack = NativeStack(library, struct, memory, self.dtype)
+
+    def describe(self) -> str:
+        """Names the path that forwards take, for `aquiline doctor` and for benchmarks."""
+        return f"native {str(self.dtype).removeprefix('torch.')} ({self._stack.library.instructions})"
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """See `Target.new_cache`."""
+        layer = self.config.layer
+        return new_cache(
+            layers=self.config.num_layers,
+            rows=rows,
+            kv_heads=layer.num_kv_heads,
+            key_dim=layer.head_dim,
+            capacity=capacity,
+            max_capacity=self.config.max_positions,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        cache: KVCache,
+        rows: Sequence[int],
+        features: Sequence[Feature] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        """See `Target.forward`."""
+        check_features(features, self.config.num_layers)
+        span = reserve(cache, rows, tokens.shape[-1])
+        boundaries = [FINAL if feature == "final" else int(feature) for feature in features]
+        inputs = Inputs(positions, ancestors, rows, tokens)
+        out = self._stack.forward(inputs, cache, self._angles.upto(span), boundaries, logits_at)
+        assert out.logits is not None
+        return TargetOutput(out.logits, out.features)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Target.embed`."""
+        return nn.functional.embedding(tokens, self._embedding)
+
+
+class AngleTable:
+    """Float32 cosines and sines by position, grown on demand."""
+
+    def __init__(self, rope: RopeConfig) -> None:
+        self._frequencies, self._factor = inverse_frequencies(rope)
+        empty = torch.empty(0, len(self._frequencies))
+        self._angles = Angles(empty, empty)
+
+    def upto(self, limit: int) -> Angles:
+        """Returns the angles of at least all positions below `limit`."""
+        if limit > len(self._angles.cosines):
+            size = max(1024, 1 << (limit - 1).bit_length())
+            angles = torch.arange(size).float()[:, None] * self._frequencies[None, :]
+            self._angles = Angles(angles.cos() * self._factor, angles.sin() * self._factor)
+        return self._angles
+
+
+def reserve(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0) -> int:
+    """Makes room for `width` more nodes in `rows`; returns the number of slots in use.
+
+    Mutates: the capacity of `cache` where it is too small.
+    """
+    lengths = cache.lengths.tolist()
+    span = max((lengths[row] for row in rows), default=0) + offset + width
+    cache.reserve(span)
+    return span
+
+
+def supported(config: LayerConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels compute such layers."""
+    return dtype in DTYPES and device.type == "cpu" and config.head_dim % 2 == 0 and config.rope.dim % 2 == 0
+
+
+def stack_bytes(config: LayerConfig, layers: int, outputs: int, dtype: torch.dtype, lanes: int) -> int:
+    """Upper bound of the bytes that `layers` packed layers and a head of `outputs` rows take."""
+    dim = padded(config.head_dim, lanes)
+    heads, hidden = config.num_heads * dim, padded(config.hidden_size, INPUT_PAD)
+    inner = padded(config.intermediate_size, INPUT_PAD)
+    rows = heads + 2 * config.num_kv_heads * dim
+    layer = rows * hidden + hidden * padded(heads, INPUT_PAD) + 3 * inner * hidden
+    return (layers * (layer + 64) + padded(outputs, lanes) * hidden) * dtype.itemsize
+
+
+def pack_layer(
+    memory: Memory,
+    config: LayerConfig,
+    attention: Attention,
+    mlp: GatedMLP,
+    first_norm: nn.Module | None,
+    second_norm: RMSNorm,
+    *,
+    window: int | None = None,
+    rotated: bool = True,
+    columns: Tensor | None = None,
+) -> Layer:
+    """Packs one decoder layer.
+
+    Args:
+        memory: takes the weights.
+        config: sizes.
+        attention: its projections.
+        mlp: its feed-forward part.
+        first_norm: None or an identity where the layer reads its input as it is.
+        second_norm: before the MLP.
+        window: sliding window.
+        rotated: whether it has rotary positions.
+        columns: order of what q, k and v read, -1 for padding; None for the stream's own.
+    """
+    lanes, qkv = memory.library.lanes, (attention.q_proj, attention.k_proj, attention.v_proj)
+    biases = [part.bias for part in qkv if part.bias is not None]
+    heads = config.num_heads + 2 * config.num_kv_heads
+    both = (mlp.gate_proj, mlp.up_proj)
+    both_biases = [part.bias for part in both if part.bias is not None]
+    return Layer(
+        qkv=memory.matrix(
+            torch.cat([part.weight for part in qkv]),
+            torch.cat(biases) if biases else None,
+            rows=padded_heads(heads, config.head_dim, lanes),
+            columns=columns,
+        ),
+        out=memory.matrix(
+            attention.o_proj.weight,
+            attention.o_proj.bias,
+            columns=padded_heads(config.num_heads, config.head_dim, lanes),
+        ),
+        gate_up=memory.matrix(
+            torch.cat([part.weight for part in both]),
+            torch.cat(both_biases) if both_biases else None,
+            rows=alternating(config.intermediate_size, lanes),
+        ),
+        down=memory.matrix(mlp.down_proj.weight, mlp.down_proj.bias),
+        first_norm=memory.norm(first_norm),
+        second_norm=memory.norm(second_norm),
+        query_norm=memory.norm(attention.q_norm) if attention.has_qk_norm else None,
+        key_norm=memory.norm(attention.k_norm) if attention.has_qk_norm else None,
+        window=window or 0,
+        rotated=rotated,
+    )
+
+
+def stack_struct(config: LayerConfig, layers: Sequence[Layer], dtype: torch.dtype) -> Stack:
+    """Fills what a target's stack and a draft network's have in common."""
+    return Stack(
+        layers=(Layer * len(layers))(*layers),
+        num_layers=len(layers),
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        rotary_half=config.rope.dim // 2,
+        inner=config.intermediate_size,
+        half=dtype == torch.bfloat16,
+        gelu=config.activation == "gelu_pytorch_tanh",
+        eps=config.rms_norm_eps,
+        scale=config.head_dim**-0.5,
+    )
+
+
+def native(decoder: Decoder, library: Library | None = None) -> NativeDecoder | None:
+    """Makes the native copy of a decoder.
+
+    Args:
+        decoder: the original; drop it to free its weights.
+        library: the kernels; None for those of this machine.
+
+    Returns:
+        None where there are no kernels for this machine, the dtype, the device or the sizes.
+    """
+    if not supported(decoder.config.layer, decoder.dtype, decoder.device):
+        return None
+    library = library or find_library()[0]
+    if library is None:
+        return None
+    with torch.no_grad():
+        return NativeDecoder(decoder, library)
+
+
