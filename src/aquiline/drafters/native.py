@@ -67,9 +67,7 @@ class NativeNetwork:
                 )
             )  # fmt: skip
         return packed + [
-            pack_layer(
-                memory, sizes, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
-            )
+            pack_layer(memory, sizes, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)
             for layer in decoder_layers(network.layers)
         ]
 
@@ -149,5 +147,3 @@ def native_network(network: Network, library: Library | None = None) -> NativeNe
     assert isinstance(network, EagleNetwork | Eagle3Network)
     with torch.no_grad():
         return NativeNetwork(network, library)
-
-

@@ -191,5 +191,3 @@ def find_library() -> tuple[Library | None, str]:
         print(f"aquiline: no CPU kernels, the slower path runs: {error}", file=sys.stderr, flush=True)
         return None, str(error)
     return library, library.instructions
-
-

@@ -53,9 +53,7 @@ class NativeDecoder:
         struct = stack_struct(config.layer, layers, self.dtype)
         struct.embedding, struct.vocab = self._embedding.data_ptr(), config.vocab_size
         struct.final_norm = memory.norm(decoder.norm)
-        self.project = readout(
-            memory, decoder.lm_head.weight, self.dtype, inputs=config.layer.hidden_size, wide=True
-        )
+        self.project = readout(memory, decoder.lm_head.weight, self.dtype, inputs=config.layer.hidden_size, wide=True)
         struct.head = self.project.struct.matrix
         self._stack = NativeStack(library, struct, memory, self.dtype)
 
@@ -236,5 +234,3 @@ def native(decoder: Decoder, library: Library | None = None) -> NativeDecoder | 
         return None
     with torch.no_grad():
         return NativeDecoder(decoder, library)
-
-

@@ -1,0 +1,68 @@
+"""Builds for other processors, as far as this one runs their instructions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aquiline.cache import commit
+from aquiline.native.build import build
+from aquiline.native.library import Library, open_library
+from aquiline.targets.decoder import Decoder
+from aquiline.targets.native import native
+from tests.targets.test_native import ancestors_of, assert_close, chain, fill, random_decoder
+
+BUILDS = {
+    "x86-64": (set(), "8-lane vectors"),
+    "haswell": ({"avx2", "fma", "f16c", "bmi2"}, "8-lane vectors"),
+    "skylake-avx512": ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "AVX-512"),
+    "cooperlake": ({"avx512_bf16", "avx512_vnni"}, "AVX-512 with bfloat16"),
+    "sapphirerapids": ({"amx_bf16", "avx512_fp16"}, "AMX"),
+}
+"""-march → what it needs in /proc/cpuinfo, and how it describes itself."""
+
+
+def processor() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def library(request: pytest.FixtureRequest) -> Library:
+    needed, name = BUILDS[request.param]
+    if needed - processor():
+        pytest.skip(f"this processor lacks {sorted(needed - processor())}")
+    built = open_library(build((f"-march={request.param}",)))
+    assert built.instructions == name
+    return built
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [((6, 2), 64, 96, 130), ((3, 1), 36, 50, 33)])
+def test_each_build_is_close_to_the_reference_and_exact_for_trees(
+    library: Library, dtype: torch.dtype, shape: tuple[tuple[int, int], int, int, int]
+) -> None:
+    reference = random_decoder(*shape, dtype, windows=(None, 25, None), qk_norm=True, qkv_bias=True)
+    copy = native(reference, library)
+    assert copy is not None
+    seen, depth = ancestors_of([-1, 0, 0, 1, 1, 2, 5, 6, 4, 0, 7])
+    tokens, _ = chain([70, 9], len(depth))
+    positions = torch.tensor([70, 9])[:, None] + depth
+    cache = fill(copy, [70, 9])
+    out = copy.forward(tokens, positions, seen.expand(2, -1, -1), cache, [0, 1], (1, "final"))
+    if dtype == torch.float32:
+        caches = fill(reference, [70, 9])
+        assert_close(out, reference.forward(tokens, positions, seen.expand(2, -1, -1), caches, [0, 1], (1, "final")))
+    else:
+        exact = Decoder(reference.config).requires_grad_(False)
+        exact.load_state_dict(reference.state_dict())
+        calls = (tokens, positions, seen.expand(2, -1, -1))
+        truth = exact.forward(*calls, fill(exact, [70, 9]), [0, 1]).logits
+        noise = (reference.forward(*calls, fill(reference, [70, 9]), [0, 1]).logits - truth).square().mean()
+        assert (out.logits - truth).square().mean() <= noise
+    for node in [0, 2, 5, 6, 7, 10]:
+        alone = copy.forward(tokens[:1, node : node + 1], positions[:1, node : node + 1], None, cache, [0])
+        assert torch.equal(alone.logits[0, 0], out.logits[0, node])
+        commit(cache, torch.tensor([[0]]), [0])

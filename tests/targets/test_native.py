@@ -1,0 +1,412 @@
+"""The native decoder computes what the reference decoder computes, with the same bits however it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aquiline.cache import SCRATCH, KVCache, commit
+from aquiline.targets.decoder import Decoder, DecoderConfig
+from aquiline.targets.layers import LayerConfig
+from aquiline.targets.native import NativeDecoder, native
+from aquiline.targets.rope import RopeConfig
+from aquiline.targets.target import Target, TargetOutput
+from tests.tiny import FAMILIES, VOCAB, decoder
+
+TOLERANCE = 1e-5
+"""Relative to the largest value: float32 sums in another order."""
+
+
+def copy_of(reference: Decoder) -> NativeDecoder:
+    result = native(reference)
+    assert result is not None, "CI machines have a compiler"
+    return result
+
+
+def random_decoder(
+    heads: tuple[int, int],
+    dim: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    windows: tuple[int | None, ...] = (None, None, None),
+    rotary_dim: int | None = None,
+    vocab: int = VOCAB,
+    **changes: Any,
+) -> Decoder:
+    """Three layers of any shape, scaled so that the stream stays near 1."""
+    rope = RopeConfig(10000.0, rotary_dim or dim)
+    layer = LayerConfig(hidden, inner, *heads, dim, 1e-6, rope, **changes)
+    config = DecoderConfig(layer, vocab, len(windows), 4096, windows, (True,) * (len(windows) - 1) + (False,), False)
+    torch.manual_seed(3)
+    model = Decoder(config).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=1.0 if "embed" in name else parameter.shape[1] ** -0.5)
+        else:
+            parameter.uniform_(0.5, 1.5)
+    return model.to(dtype).eval()
+
+
+def fill(target: Target, lengths: list[int], seed: int = 0, rows: list[int] | None = None) -> KVCache:
+    """A cache that holds `lengths[b]` random tokens in row `rows[b]`."""
+    rows = rows or list(range(len(lengths)))
+    cache = target.new_cache(max(rows) + 1, 8)
+    generator = torch.Generator().manual_seed(seed)
+    for row, length in zip(rows, lengths, strict=True):
+        if length:
+            tokens = torch.randint(0, VOCAB, (1, length), generator=generator)
+            nothing = torch.empty(1, 0, dtype=torch.int64)
+            target.forward(tokens, torch.arange(length)[None], None, cache, [row], logits_at=nothing)
+            commit(cache, torch.arange(length)[None], [row])
+    return cache
+
+
+def duplicate(cache: KVCache) -> KVCache:
+    return replace(
+        cache, key_block=cache.key_block.clone(), value_block=cache.value_block.clone(), lengths=cache.lengths.clone()
+    )
+
+
+def chain(lengths: list[int], width: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (len(lengths), width), generator=generator)
+    return tokens, torch.tensor(lengths)[:, None] + torch.arange(width)
+
+
+def ancestors_of(parents: list[int]) -> tuple[Tensor, Tensor]:
+    """(N, N) who sees whom, and (N,) depths."""
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    depth = torch.zeros(len(parents), dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+            depth[node] = depth[parent] + 1
+    return seen, depth
+
+
+def assert_close(actual: TargetOutput, expected: TargetOutput, tolerance: float = TOLERANCE) -> None:
+    assert actual.logits.dtype == torch.float32
+    for ours, theirs in ((actual.logits, expected.logits), (actual.features, expected.features)):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None and theirs.numel():
+            assert ours.shape == theirs.shape
+            assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- the same as the reference -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_equals_the_reference_in_every_family(family: str) -> None:
+    reference = decoder(family, torch.float32)
+    copy = copy_of(reference)
+    for lengths in ([17], [30, 3, 30]):
+        ours, theirs = fill(copy, lengths), fill(reference, lengths)
+        rows = list(range(len(lengths)))
+        for width in (1, 2, 7, 40):
+            tokens, positions = chain(lengths, width)
+            call = (tokens, positions, None)
+            features = (0, 2, 7, "final")
+            # The tiny models' streams grow to tens: their float32 noise is several times 1e-5.
+            expected = reference.forward(*call, theirs, rows, features)
+            assert_close(copy.forward(*call, ours, rows, features), expected, 10 * TOLERANCE)
+
+
+SHAPES: list[tuple[tuple[int, int], int, int, int, dict[str, Any]]] = [
+    ((4, 2), 16, 64, 96, {}),
+    ((3, 3), 32, 96, 128, {"qkv_bias": True, "o_bias": True, "mlp_bias": True}),
+    ((6, 2), 48, 80, 104, {"qk_norm": True}),
+    ((9, 3), 64, 96, 70, {"windows": (None, 7, 40)}),
+    ((2, 1), 80, 50, 33, {"activation": "gelu_pytorch_tanh"}),
+    ((4, 1), 96, 72, 40, {"rotary_dim": 24}),
+    ((2, 2), 112, 40, 200, {"qk_norm": True, "rotary_dim": 56, "qkv_bias": True}),
+    ((8, 2), 128, 64, 64, {"windows": (5, None, 5), "vocab": 130}),
+    ((5, 1), 6, 37, 51, {"windows": (1, 2, 3), "vocab": 113}),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_size_and_switch(shape: Any) -> None:
+    heads, dim, hidden, inner, changes = shape
+    reference = random_decoder(heads, dim, hidden, inner, **changes)
+    copy = copy_of(reference)
+    lengths, rows = [33, 0, 70], [2, 0, 1]
+    ours, theirs = fill(copy, lengths, rows=rows), fill(reference, lengths, rows=rows)
+    torch.testing.assert_close(ours.key_block, theirs.key_block, atol=1e-4, rtol=1e-4)
+    for parents in ([-1], [-1, 0, 0, 1, 1, 2, 3], [max(-1, (i - 1) // 2) for i in range(45)]):
+        seen, depth = ancestors_of(parents)
+        tokens, _ = chain(lengths, len(parents))
+        positions = torch.tensor(lengths)[:, None] + depth
+        mask = seen.expand(3, -1, -1)
+        call = (tokens, positions, mask)
+        features = (0, 1, 3, "final")
+        assert_close(copy.forward(*call, ours, rows, features), reference.forward(*call, theirs, rows, features))
+
+
+def test_long_contexts() -> None:
+    reference = random_decoder((4, 2), 32, 64, 64, windows=(None, 300, None))
+    copy = copy_of(reference)
+    ours, theirs = fill(copy, [1100]), fill(reference, [1100])
+    tokens, positions = chain([1100], 9)
+    assert_close(
+        copy.forward(tokens, positions, None, ours, [0]), reference.forward(tokens, positions, None, theirs, [0])
+    )
+
+
+def test_a_node_may_see_later_nodes() -> None:
+    reference = decoder("llama", torch.float32)
+    copy = copy_of(reference)
+    ours, theirs = fill(copy, [60]), fill(reference, [60])
+    tokens, positions = chain([60], 8)
+    everyone = torch.ones(1, 8, 8, dtype=torch.bool)
+    expected = reference.forward(tokens, positions, everyone, theirs, [0])
+    assert_close(copy.forward(tokens, positions, everyone, ours, [0]), expected, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_bfloat16_is_no_further_from_float32_than_the_reference(family: str) -> None:
+    reference = decoder(family, torch.bfloat16)
+    exact = Decoder(reference.config).requires_grad_(False)
+    exact.load_state_dict(reference.state_dict())
+    lengths = [30, 12]
+    tokens, positions = chain(lengths, 8)
+    outputs = [
+        target.forward(tokens, positions, None, fill(target, lengths), [0, 1]).logits
+        for target in (copy_of(reference), reference, exact)
+    ]
+    error, noise = ((o - outputs[2]).square().mean().sqrt() for o in outputs[:2])
+    assert error <= noise
+
+
+# -- the same bits -----------------------------------------------------------------------------
+
+BIT_MODELS = {
+    "grouped": lambda: random_decoder((6, 2), 64, 96, 128, torch.bfloat16),
+    "windowed": lambda: random_decoder((4, 4), 48, 80, 72, torch.bfloat16, windows=(None, 20, 5), qk_norm=True),
+    "float32": lambda: random_decoder((4, 2), 32, 64, 96, torch.float32, windows=(None, 33, None), qkv_bias=True),
+}
+_made: dict[str, NativeDecoder] = {}
+
+
+def bit_model(name: str) -> NativeDecoder:
+    if name not in _made:
+        _made[name] = copy_of(BIT_MODELS[name]())
+    return _made[name]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[int]:
+    size = draw(st.integers(1, 40))
+    return [-1] + [draw(st.integers(max(0, i - draw(st.integers(1, 6))), i - 1)) for i in range(1, size)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    model=st.sampled_from(sorted(BIT_MODELS)),
+    context=st.integers(0, 150),
+    chunk=st.integers(1, 150),
+    parents=trees(),
+    others=st.lists(st.integers(0, 90), max_size=2),
+    count=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
+def test_bits_do_not_depend_on_what_else_is_forwarded(
+    model: str, context: int, chunk: int, parents: list[int], others: list[int], count: int, seed: int
+) -> None:
+    """One by one; in chunks; as a tree, beside other rows, on two threads: the same logits and keys."""
+    target, generator = bit_model(model), torch.Generator().manual_seed(seed)
+    prompt = torch.randint(0, VOCAB, (1, context), generator=generator)
+    seen, depth = ancestors_of(parents)
+    nodes = torch.randint(0, VOCAB, (1 + len(others), len(parents)), generator=generator)
+
+    def feed(cache: KVCache, tokens: Tensor, row: int, size: int) -> list[Tensor]:
+        logits = []
+        for start in range(0, tokens.shape[1], size):
+            piece = tokens[:, start : start + size]
+            positions = int(cache.lengths[row]) + torch.arange(piece.shape[1])[None]
+            logits.append(target.forward(piece, positions, None, cache, [row], ("final",)).logits[0])
+            commit(cache, torch.arange(piece.shape[1])[None], [row])
+        return logits
+
+    alone = target.new_cache(1, 8)
+    one_by_one = feed(alone, prompt, 0, 1)
+    together = target.new_cache(3, 8)
+    with threads(count):
+        chunked = feed(together, prompt, 1, chunk)
+        for row, length in zip((0, 2), others, strict=False):
+            feed(together, prompt.new_tensor([[i % VOCAB for i in range(length)]]), row, 64)
+        rows = [1, 0, 2][: 1 + len(others)]
+        positions = together.lengths[rows][:, None] + depth
+        mask = seen.expand(len(rows), -1, -1)
+        logits = target.forward(nodes, positions, mask, together, rows).logits[0]
+    if context:
+        assert torch.equal(torch.cat(chunked), torch.cat(one_by_one))
+        assert torch.equal(together.key_block[:, 1, :, :context], alone.key_block[:, 0, :, :context])
+    for leaf in {len(parents) - 1, len(parents) // 2}:
+        path = [i for i in range(len(parents)) if seen[leaf, i]]
+        expected = torch.cat(feed(duplicate(alone), nodes[:1, path], 0, 1))
+        assert torch.equal(logits[path], expected)
+
+
+def test_committed_paths_continue_with_the_same_bits() -> None:
+    target = bit_model("grouped")
+    parents = [-1, 0, 0, 1, 2, 2, 4, 6, 6]
+    seen, depth = ancestors_of(parents)
+    tokens, _ = chain([50], len(parents))
+    tree, plain = fill(target, [50]), fill(target, [50])
+    target.forward(tokens, 50 + depth[None], seen[None], tree, [0])
+    path = [0, 2, 4, 6, 8]
+    commit(tree, torch.tensor([path]), [0])
+    for i, node in enumerate(path):
+        target.forward(tokens[:, node : node + 1], torch.tensor([[50 + i]]), None, plain, [0])
+        commit(plain, torch.tensor([[0]]), [0])
+    outputs = [target.forward(tokens[:, :1], torch.tensor([[55]]), None, c, [0]).logits for c in (tree, plain)]
+    assert torch.equal(*outputs)
+    assert torch.equal(tree.value_block[..., :55, :], plain.value_block[..., :55, :])
+
+
+def test_final_features_project_to_the_same_logits() -> None:
+    for name in BIT_MODELS:
+        target = bit_model(name)
+        tokens, positions = chain([6], 5)
+        out = target.forward(tokens, positions, None, fill(target, [6]), [0], ("final",))
+        assert out.features is not None
+        exact = target.dtype == torch.float32 or target.describe().endswith(("(AMX)", "with bfloat16)"))
+        torch.testing.assert_close(target.project(out.features), out.logits, atol=0 if exact else 0.1, rtol=0)
+
+
+# -- the contract of a target ------------------------------------------------------------------
+
+
+def test_a_forward_is_idempotent_and_writes_no_other_slot() -> None:
+    copy = copy_of(decoder("llama", torch.float32))
+    cache = fill(copy, [12, 7, 4])
+    before = cache.key_block.clone()
+    tokens, positions = chain([7, 4], 5)
+    first = copy.forward(tokens, positions, None, cache, [1, 2], (2,))
+    kept, features = first.logits.clone(), first.features
+    assert features is not None
+    features = features.clone()
+    assert torch.equal(copy.forward(tokens, positions, None, cache, [1, 2]).logits, kept)
+    assert cache.lengths.tolist() == [12, 7, 4]
+    changed = (cache.key_block != before).any(-1).any(2).any(0)
+    expected = torch.zeros_like(changed)
+    expected[1, 7:12] = expected[2, 4:9] = True
+    assert torch.equal(changed, expected)
+    copy.forward((tokens + 1) % VOCAB, positions, None, cache, [1, 2], (2,))
+    assert torch.equal(first.logits, kept)
+    assert first.features is not None and torch.equal(first.features, features)
+
+
+def test_logits_at_picks_positions() -> None:
+    copy = copy_of(decoder("llama", torch.float32))
+    cache = fill(copy, [6, 9])
+    tokens, positions = chain([6, 9], 5)
+    every = copy.forward(tokens, positions, None, cache, [0, 1]).logits
+    at = torch.tensor([[4, 0, 0, 1, 2, 3], [1, 1, 4, 0, 3, 2]])
+    some = copy.forward(tokens, positions, None, cache, [0, 1], logits_at=at).logits
+    assert torch.equal(some, torch.stack((every[0, at[0]], every[1, at[1]])))
+    none = copy.forward(tokens, positions, None, cache, [0, 1], logits_at=torch.empty(2, 0, dtype=torch.int64))
+    assert none.logits.shape == (2, 0, VOCAB)
+
+
+def test_strided_inputs_are_taken() -> None:
+    copy = copy_of(decoder("llama", torch.float32))
+    cache = fill(copy, [6])
+    tokens, positions = chain([6], 10)
+    seen, depth = ancestors_of([-1, 0, 0, 1, 1])
+    plain = copy.forward(tokens[:, ::2].contiguous(), 6 + depth[None], seen[None], cache, [0]).logits
+    strided = copy.forward(tokens[:, ::2], (6 + depth[None]).T.contiguous().T, seen.T.contiguous().T[None], cache, [0])
+    assert torch.equal(strided.logits, plain)
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("tokens", {"tokens": torch.tensor([[1, VOCAB]])}, f"token {VOCAB}; allowed: 0 to {VOCAB - 1}"),
+    ("negative", {"tokens": torch.tensor([[1, -1]])}, "token -1"),
+    ("dtype", {"tokens": torch.tensor([[1, 2]], dtype=torch.int32)}, "torch.int32.*torch.int64"),
+    ("width", {"positions": torch.tensor([[3, 4, 5]])}, r"tokens.*\(1, 2\).*\(1, 3\)"),
+    ("position", {"positions": torch.tensor([[3, 5000]])}, "position 5000"),
+    ("mask", {"ancestors": torch.ones(1, 2, 3, dtype=torch.bool)}, r"ancestors.*\(1, 2, 3\).*\(1, 2, 2\)"),
+    ("float mask", {"ancestors": torch.ones(1, 2, 2)}, "ancestors.*torch.float32.*torch.bool"),
+    ("rows", {"rows": [0, 0]}, "rows are .*1 distinct"),
+    ("asked", {"logits_at": torch.tensor([[2]])}, "logits position 2; allowed: 0 to 1"),
+    ("asked shape", {"logits_at": torch.tensor([1])}, r"logits_at.*\(1,\)"),
+    ("feature", {"features": (8,)}, "unknown target feature 8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
+def test_what_does_not_fit_is_an_error(changes: dict[str, Any], message: str) -> None:
+    copy = copy_of(decoder("llama", torch.float32))
+    arguments: dict[str, Any] = {
+        "tokens": torch.tensor([[1, 2]]),
+        "positions": torch.tensor([[3, 4]]),
+        "ancestors": None,
+        "cache": fill(copy, [3]),
+        "rows": [0],
+    }
+    with pytest.raises(ValueError, match=message):
+        copy.forward(**(arguments | changes))
+    copy.forward(**arguments)
+
+
+def test_foreign_caches_and_full_contexts_are_errors() -> None:
+    copy = copy_of(decoder("llama", torch.float32))
+    tokens, positions = chain([0], 2)
+    other = copy_of(decoder("llama", torch.bfloat16)).new_cache(1, 8)
+    with pytest.raises(ValueError, match=r"key block.*bfloat16.*new_cache"):
+        copy.forward(tokens, positions, None, other, [0])
+    strided = copy.new_cache(1, 64)
+    strided.value_block = strided.value_block.transpose(3, 4).contiguous().transpose(3, 4)
+    with pytest.raises(ValueError, match="value block.*strides"):
+        copy.forward(tokens, positions, None, strided, [0])
+    with pytest.raises(IndexError):
+        copy.forward(tokens, positions, None, copy.new_cache(1, 8), [1])
+    with pytest.raises(ValueError, match="cache row -1"):
+        copy.forward(tokens, positions, None, copy.new_cache(1, 8), [-1])
+    with pytest.raises(ValueError, match="the context of this model is 256"):
+        tokens, positions = chain([3], 256 + SCRATCH)
+        copy.forward(tokens, positions, None, fill(copy, [3]), [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_stays_nan_and_in_its_row(dtype: torch.dtype) -> None:
+    reference = random_decoder((4, 2), 32, 64, 64, dtype)
+    reference.embed_tokens.weight[5] = float("nan")
+    copy = copy_of(reference)
+    tokens = torch.tensor([[1, 2, 3], [1, 5, 3]])
+    out = copy.forward(tokens, torch.arange(3).expand(2, -1), None, copy.new_cache(2, 8), [0, 1]).logits
+    assert out[0].isfinite().all() and out[1, 0].isfinite().all()
+    assert out[1, 1].isnan().all() and out[1, 2].isnan().all()
+
+
+def test_a_dtype_without_kernels_is_left_to_the_reference() -> None:
+    assert native(decoder("llama")) is None
+
+
+def test_the_originals_weights_are_not_kept_alive() -> None:
+    reference = random_decoder((4, 2), 32, 64, 64)
+    copy = copy_of(reference)
+    originals = {p.data_ptr() for p in reference.parameters()} - {reference.embed_tokens.weight.data_ptr()}
+    held = {tensor.data_ptr() for tensor in copy._stack.memory.kept}
+    assert not held & originals
