@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadCon
 from aquiline.native.library import EMBEDDED, FUSED, HIDDEN, PAIRED, Layer, Library, find_library
 from aquiline.native.packing import INPUT_PAD, Memory, padded
 from aquiline.native.stack import Inputs, NativeReadout, NativeStack, readout
-from aquiline.targets.layers import decoder_layers
+from aquiline.targets.layers import RMSNorm, decoder_layers
 from aquiline.targets.native import AngleTable, pack_layer, reserve, stack_bytes, stack_struct, supported
 from aquiline.targets.rope import RotaryTable
 
@@ -73,11 +74,13 @@ class NativeNetwork:
 
     def _read_outs(self, network: Eagle3Network) -> None:
         memory, config, eps = self._memory, self.config, self.config.layer.rms_norm_eps
-        norm, parts = None, 1
+        norm: Tensor | None = None
+        parts = 1
         if config.norm_before_fc:
             norm = network.input_norm.weight
         elif config.fc_norm:
-            norm, parts = torch.cat([part.weight for part in network.fc_norm]), len(network.fc_norm)  # type: ignore[misc]
+            pieces: list[Tensor] = [cast(RMSNorm, part).weight for part in network.fc_norm]
+            norm, parts = torch.stack(pieces).flatten(), len(pieces)
         fc = network.fc
         self._fuse = readout(
             memory, fc.weight, self.dtype, inputs=fc.in_features, norm=norm, parts=parts, bias=fc.bias, eps=eps

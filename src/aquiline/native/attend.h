@@ -175,7 +175,8 @@ inline float soften(const Seen& seen, float* scores) {
   const int length = seen.common + seen.depth;
   // Ascending slots: a score is never overwritten before it is read.
   for (int i = 0; i < seen.depth; i++) scores[seen.common + i] = scores[seen.path[i]];
-  const int begin = seen.first / LANES * LANES, end = padded(length, LANES);
+  // Whole blocks, so that those of attend_tiles.h find zeros where there is nothing.
+  const int begin = seen.first / SCORE_SLOTS * SCORE_SLOTS, end = padded(length, SCORE_SLOTS);
   for (int i = begin; i < seen.first; i++) scores[i] = -INFINITY;
   for (int i = length; i < end; i++) scores[i] = -INFINITY;
   Floats most = load(scores + begin);
@@ -224,10 +225,10 @@ void mix(const Head& head, const Query* queries, int count, const float* weights
   }
 }
 
-// At most MOST_QUERIES queries of one key head; their results in the form that `halves` names.
+// At most MOST_QUERIES queries of one key head.
 template <class T>
-void attend(const Head& head, const Query* queries, int count, const AttentionScratch& scratch,
-            bool halves) {
+void attend_few(const Head& head, const Query* queries, int count, const AttentionScratch& scratch,
+                bool halves) {
   int first = INT32_MAX, end = 0;
   for (int r = 0; r < count; r++) {
     first = std::min(first, queries[r].seen.first);
@@ -257,6 +258,18 @@ void attend(const Head& head, const Query* queries, int count, const AttentionSc
         out.put(0, c, load(scratch.mixed + i * stride + c) * scale);
     }
   });
+}
+
+// Queries of one key head; their results in the form that `halves` names.
+template <class T>
+void attend(const Head& head, const Query* queries, int total, const AttentionScratch& scratch,
+            bool halves) {
+  const int pieces = (total + MOST_QUERIES - 1) / MOST_QUERIES;
+  for (int i = 0, r = 0; i < pieces; i++) {
+    const int count = total / pieces + (i < total % pieces);
+    attend_few<T>(head, queries + r, count, scratch, halves);
+    r += count;
+  }
 }
 
 }  // namespace aquiline

@@ -144,41 +144,6 @@ void register_block(const Matrix& m, const Rows& x, int n, int v, int count, flo
   }
 }
 
-#if HAS_TILES
-inline void tile_block(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
-                       size_t out_stride, Tiles& tiles) {
-  const int passes = (n + TILE_ROWS - 1) / TILE_ROWS, rows = (n + passes - 1) / passes;
-  const int steps = m.inputs / TILE_INPUTS;
-  const char* weights = m.weight + v * m.vector_bytes();
-  tiles.configure(rows);
-  for (int i = 0; i < passes; i++) {
-    // The last tile overlaps the one before rather than reading beyond the last row.
-    const int t = std::min(i * rows, n - rows);
-    // The first pass waits for memory; the others fetch the next block.
-    const int lines = i == 0 || i > 4 ? 0 : passes == 2 ? 64 : passes == 3 ? 32 : 16;
-    const char* next = weights + count * m.vector_bytes() + (size_t)(i - 1) * steps * lines * 64;
-    const auto run = [&]<int COUNT>() {
-      tile_product<COUNT>(x.row(t), x.stride, weights, m.vector_bytes(), steps,
-                          lines ? next : weights, lines, out + t * out_stride, out_stride);
-    };
-    switch (count) {
-      case 1:
-        run.template operator()<1>();
-        break;
-      case 2:
-        run.template operator()<2>();
-        break;
-      case 3:
-        run.template operator()<3>();
-        break;
-      default:
-        run.template operator()<4>();
-        break;
-    }
-  }
-}
-#endif
-
 // Outputs [v, v + count) · LANES of n rows into out[t · out_stride …]; count ≤ BLOCK.
 inline void multiply(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
                      size_t out_stride, Tiles& tiles) {
@@ -187,7 +152,9 @@ inline void multiply(const Matrix& m, const Rows& x, int n, int v, int count, fl
   } else {
 #if HAS_TILES
     if (tiles_allowed())
-      tile_block(m, x, n, v, count, out, out_stride, tiles);
+      tile_products({x.data, x.stride, m.weight + v * m.vector_bytes(), m.vector_bytes(),
+                     m.inputs / TILE_INPUTS, out, out_stride},
+                    n, count, tiles);
     else
       register_block<PairDots>(m, x, n, v, count, out, out_stride);
 #else

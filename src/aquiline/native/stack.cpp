@@ -40,9 +40,29 @@ void Pass::lay_out(Scratch& scratch, int team) {
     own.out =
         scratch.take<float>((size_t)rows * std::max<size_t>(BLOCK * LANES, shared_.head_stride));
     own.row = scratch.take<float>(shared_.stream);
+    own.queries = scratch.take<Query>((size_t)call_.width * (s.heads / s.kv_heads));
+    lay_out_attention(scratch, own);
+  }
+}
+
+void Pass::lay_out_attention(Scratch& scratch, Own& own) {
+  const int dim = stack_.dim, span = padded(nodes_.span, SCORE_BLOCK) + SCORE_BLOCK;
+  if (attends_with_tiles(dim, stack_.half)) {
+    TileScratch& a = own.tile_attention;
+    const size_t blocks = span / BLOCK_SLOTS, block_bytes = dim / TILE_LANES * TILE_BYTES;
+    a.width = span;
+    a.values = scratch.take<char>(blocks * block_bytes);
+    a.gathered = scratch.take<char>(block_bytes);
+    a.weights = scratch.take<char>(blocks * 2 * TILE_BYTES);
+    a.queries = scratch.take<char>(dim / TILE_INPUTS * TILE_BYTES);
+    a.edge = scratch.take<char>(SCORE_BLOCK * dim * sizeof(Half));
+    a.scores = scratch.take<float>(TILE_QUERIES * a.width);
+    a.raw = scratch.take<float>(SCORE_BLOCK * TILE_QUERIES);
+    a.mixed = scratch.take<float>(2 * TILE_QUERIES * dim);
+  } else {
     AttentionScratch& a = own.attention;
-    a.width = padded(nodes_.span, SCORE_SLOTS) + SCORE_SLOTS;
-    a.keys = scratch.take<Ints>(2 * padded(s.dim, LANES));
+    a.width = span;
+    a.keys = scratch.take<Ints>(2 * padded(dim, LANES));
     a.scores = scratch.take<float>(MOST_QUERIES * a.width);
     a.mixed = scratch.take<float>(QUERY_TILE * shared_.head_stride);
   }
@@ -157,10 +177,7 @@ void Pass::layer(const Member& member, const Own& own, int index) {
   project(member, own, l, index,
           paired ? shared_.joined : normed(member, own, l.qkv, l.first_norm, n_, nullptr));
   member.wait();
-  if (stack_.half)
-    attention<Half>(member, own, l, index);
-  else
-    attention<float>(member, own, l, index);
+  attention(member, own, l, index);
   member.wait();
   add(member, own, l.out, shared_.mixed);
   member.wait();
@@ -214,33 +231,34 @@ void Pass::finish_head(const Layer& layer, int index, int head, float* y, size_t
   }
 }
 
-template <class T>
 void Pass::attention(const Member& member, const Own& own, const Layer& layer, int index) {
   const Stack& s = stack_;
   const int group = s.heads / s.kv_heads, per_head = call_.width * group;
-  const size_t result_bytes =
-      shared_.head_stride * (shared_.mixed.half ? sizeof(Half) : sizeof(float));
+  const Rows& mixed = shared_.mixed;
+  const size_t result_bytes = shared_.head_stride * (mixed.half ? sizeof(Half) : sizeof(float));
+  const size_t size = s.half ? sizeof(Half) : sizeof(float);
   const Range mine = member.part((int64_t)call_.batch * s.kv_heads * per_head);
-  Query queries[MOST_QUERIES];
-  for (int i = mine.begin; i < mine.end;) {
+  for (int i = mine.begin, count; i < mine.end; i += count) {
     // Queries of one row and key head, nodes slowest.
     const int segment = i / per_head, b = segment / s.kv_heads, kv_head = segment % s.kv_heads;
-    const int left = std::min(mine.end, (segment + 1) * per_head) - i;
-    const int pieces = (left + MOST_QUERIES - 1) / MOST_QUERIES,
-              count = (left + pieces - 1) / pieces;
+    count = std::min(mine.end, (segment + 1) * per_head) - i;
     for (int q = 0; q < count; q++) {
       const int place = i + q - segment * per_head, t = b * call_.width + place / group;
       const int head = kv_head * group + place % group;
-      queries[q] = {shared_.queries + ((size_t)t * s.heads + head) * shared_.query_bytes,
-                    nodes_.seen(t, layer.window), shared_.mixed.row(t) + head * result_bytes};
+      own.queries[q] = {shared_.queries + ((size_t)t * s.heads + head) * shared_.query_bytes,
+                        nodes_.seen(t, layer.window), mixed.row(t) + head * result_bytes};
     }
     const int row = nodes_.nodes[b * call_.width].row;
     const size_t at =
         (((size_t)index * call_.cache_rows + row) * s.kv_heads + kv_head) * call_.capacity * s.dim;
-    const Head head{(const T*)call_.keys + at, (const T*)call_.values + at, s.dim,
-                    (int)call_.capacity, s.scale};
-    attend<T>(head, queries, count, own.attention, shared_.mixed.half);
-    i += count;
+    const Head head{(const char*)call_.keys + at * size, (const char*)call_.values + at * size,
+                    s.dim, (int)call_.capacity, s.scale};
+    if (attends_with_tiles(s.dim, s.half))
+      attend_with_tiles(head, own.queries, count, own.tile_attention, *own.tiles, mixed.half);
+    else if (s.half)
+      attend<Half>(head, own.queries, count, own.attention, mixed.half);
+    else
+      attend<float>(head, own.queries, count, own.attention, mixed.half);
   }
 }
 

@@ -1,5 +1,6 @@
 // A decoder stack over some nodes, by a team of threads in one parallel region.
 #pragma once
+#include "attend_tiles.h"
 #include "nodes.h"
 #include "scratch.h"
 #include "team.h"
@@ -18,9 +19,11 @@ struct Shared {
 
 struct Own {  // one thread's
   Rows normed;
-  float* out;  // products of a block
-  float* row;  // of the stream's width
+  float* out;      // products of a block
+  float* row;      // of the stream's width
+  Query* queries;  // of one row and key head
   AttentionScratch attention;
+  TileScratch tile_attention;
   Tiles* tiles;
 };
 
@@ -33,13 +36,13 @@ class Pass {
   void run(const Member& member);
 
  private:
+  void lay_out_attention(Scratch& scratch, Own& own);
   void begin(const Member& member, const Own& own);
   void fuse(const Member& member, const Own& own);
   void capture(const Member& member, int boundary);
   void layer(const Member& member, const Own& own, int index);
   void project(const Member& member, const Own& own, const Layer& layer, int index, const Rows& x);
   void finish_head(const Layer& layer, int index, int head, float* y, size_t stride);
-  template <class T>
   void attention(const Member& member, const Own& own, const Layer& layer, int index);
   void add(const Member& member, const Own& own, const Matrix& matrix, const Rows& x);
   void feed_forward(const Member& member, const Own& own, const Layer& layer);

@@ -32,7 +32,7 @@ inline bool tiles_allowed() {
 #endif
 }
 
-// The tile registers of one thread: 0 … 3 sums, 4 rows, 5 … 7 weights.
+// The tile registers of one thread.
 class Tiles {
  public:
   Tiles() = default;
@@ -44,9 +44,10 @@ class Tiles {
 #endif
   }
 
-  void configure(int rows) {
+  // Gives the first `left` registers, which hold sums and the left sides of products, `rows` rows.
+  void configure(int rows, int left = 5) {
 #if HAS_TILES
-    if (rows == rows_) return;
+    if (rows == rows_ && left == left_) return;
     struct alignas(64) {
       uint8_t palette, start, reserved[14];
       uint16_t row_bytes[16];
@@ -57,53 +58,130 @@ class Tiles {
     config.palette = 1;
     for (int i = 0; i < 8; i++) {
       config.row_bytes[i] = 64;
-      config.rows[i] = (uint8_t)(i < 5 ? rows : TILE_ROWS);
+      config.rows[i] = (uint8_t)(i < left ? rows : TILE_ROWS);
     }
     _tile_loadconfig(&config);
-    rows_ = rows;
+    rows_ = rows, left_ = left;
 #else
-    (void)rows;
+    (void)rows, (void)left;
 #endif
   }
 
  private:
-  int rows_ = 0;
+  int rows_ = 0, left_ = 0;
 };
 
 #if HAS_TILES
-// Sums of COUNT vectors of outputs for the configured rows. `ahead` is fetched meanwhile, `lines`
-// cache lines a step.
+// What a tile product reads and writes: rows from x, vectors of weights, sums into out.
+struct TileProduct {
+  const char* x;
+  size_t stride;  // bytes between rows
+  const char* weights;
+  size_t vector_bytes;  // between vectors of weights
+  int steps;            // of TILE_INPUTS inputs
+  float* out;
+  size_t out_stride;  // floats between rows
+
+  const char* row(int t) const { return x + t * stride; }
+  float* sums(int t, int v) const { return out + t * out_stride + v * TILE_ROWS; }
+};
+
+// One tile of rows, up to four vectors. (The intrinsics want literal register numbers.)
 template <int COUNT>
-inline void tile_product(const char* x, size_t stride, const char* weights, size_t vector_bytes,
-                         int steps, const char* ahead, int lines, float* out, size_t out_stride) {
+inline void tile_row(const TileProduct& p, int t) {
   _tile_zero(0);
   if constexpr (COUNT > 1) _tile_zero(1);
   if constexpr (COUNT > 2) _tile_zero(2);
   if constexpr (COUNT > 3) _tile_zero(3);
-  for (int k = 0; k < steps; k++) {
-    const char* w = weights + k * TILE_BYTES;
-    _tile_loadd(4, x + k * (TILE_INPUTS * 2), stride);
-    for (int i = 0; i < lines; i++) _mm_prefetch(ahead + ((size_t)k * lines + i) * 64, _MM_HINT_T1);
+  const char *w = p.weights, *x = p.row(t);
+  for (int k = 0; k < p.steps; k++, w += TILE_BYTES, x += TILE_INPUTS * 2) {
+    _tile_loadd(4, x, p.stride);
     _tile_loadd(5, w, 64);
     _tile_dpbf16ps(0, 4, 5);
     if constexpr (COUNT > 1) {
-      _tile_loadd(6, w + vector_bytes, 64);
+      _tile_loadd(6, w + p.vector_bytes, 64);
       _tile_dpbf16ps(1, 4, 6);
     }
     if constexpr (COUNT > 2) {
-      _tile_loadd(7, w + 2 * vector_bytes, 64);
+      _tile_loadd(7, w + 2 * p.vector_bytes, 64);
       _tile_dpbf16ps(2, 4, 7);
     }
     if constexpr (COUNT > 3) {
-      _tile_loadd(5, w + 3 * vector_bytes, 64);
+      _tile_loadd(5, w + 3 * p.vector_bytes, 64);
       _tile_dpbf16ps(3, 4, 5);
     }
   }
-  const size_t bytes = out_stride * sizeof(float);
-  _tile_stored(0, out, bytes);
-  if constexpr (COUNT > 1) _tile_stored(1, out + 16, bytes);
-  if constexpr (COUNT > 2) _tile_stored(2, out + 32, bytes);
-  if constexpr (COUNT > 3) _tile_stored(3, out + 48, bytes);
+  const size_t bytes = p.out_stride * sizeof(float);
+  _tile_stored(0, p.sums(t, 0), bytes);
+  if constexpr (COUNT > 1) _tile_stored(1, p.sums(t, 1), bytes);
+  if constexpr (COUNT > 2) _tile_stored(2, p.sums(t, 2), bytes);
+  if constexpr (COUNT > 3) _tile_stored(3, p.sums(t, 3), bytes);
+}
+
+// Two tiles of rows, one or two vectors. `lines` cache lines a step are fetched from `next` on.
+template <int COUNT>
+inline void tile_square(const TileProduct& p, int t, int u, const char* next, int lines) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const char *w = p.weights, *x = p.row(t), *y = p.row(u);
+  for (int k = 0; k < p.steps; k++, w += TILE_BYTES, x += TILE_INPUTS * 2, y += TILE_INPUTS * 2) {
+    for (int i = 0; i < lines; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+    _tile_loadd(6, w, 64);
+    _tile_loadd(4, x, p.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, y, p.stride);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (COUNT > 1) {
+      _tile_loadd(7, w + p.vector_bytes, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  const size_t bytes = p.out_stride * sizeof(float);
+  _tile_stored(0, p.sums(t, 0), bytes);
+  _tile_stored(1, p.sums(u, 0), bytes);
+  if constexpr (COUNT > 1) _tile_stored(2, p.sums(t, 1), bytes);
+  if constexpr (COUNT > 1) _tile_stored(3, p.sums(u, 1), bytes);
+}
+
+// `count` ≤ 4 vectors for n rows.
+inline void tile_products(TileProduct p, int n, int count, Tiles& tiles) {
+  const int passes = (n + TILE_ROWS - 1) / TILE_ROWS, rows = (n + passes - 1) / passes;
+  // The last tile overlaps the one before rather than reading beyond the last row.
+  const auto start = [&](int i) { return i * rows < n - rows ? i * rows : n - rows; };
+  if (passes == 1) {
+    tiles.configure(rows, 5);
+    switch (count) {
+      case 1:
+        tile_row<1>(p, 0);
+        break;
+      case 2:
+        tile_row<2>(p, 0);
+        break;
+      case 3:
+        tile_row<3>(p, 0);
+        break;
+      default:
+        tile_row<4>(p, 0);
+        break;
+    }
+    return;
+  }
+  tiles.configure(rows, 6);
+  for (; count > 0; count -= 2, p.weights += 2 * p.vector_bytes, p.out += 2 * TILE_ROWS) {
+    for (int i = 0; i < passes; i += 2) {
+      // The first pass waits for memory; the next ones fetch what comes after these two vectors.
+      const int lines = i == 0 || i > 4 ? 0 : 16;
+      const char* next =
+          p.weights + 2 * p.vector_bytes + (i / 2 - 1) * lines * 64 * (size_t)p.steps;
+      if (count > 1)
+        tile_square<2>(p, start(i), start(i + 1), next, lines);
+      else
+        tile_square<1>(p, start(i), start(i + 1), next, lines);
+    }
+  }
 }
 #endif
 

@@ -167,15 +167,11 @@ def pack_layer(
         rotated: whether it has rotary positions.
         columns: order of what q, k and v read, -1 for padding; None for the stream's own.
     """
-    lanes, qkv = memory.library.lanes, (attention.q_proj, attention.k_proj, attention.v_proj)
-    biases = [part.bias for part in qkv if part.bias is not None]
+    lanes = memory.library.lanes
     heads = config.num_heads + 2 * config.num_kv_heads
-    both = (mlp.gate_proj, mlp.up_proj)
-    both_biases = [part.bias for part in both if part.bias is not None]
     return Layer(
         qkv=memory.matrix(
-            torch.cat([part.weight for part in qkv]),
-            torch.cat(biases) if biases else None,
+            *_stacked(attention.q_proj, attention.k_proj, attention.v_proj),
             rows=padded_heads(heads, config.head_dim, lanes),
             columns=columns,
         ),
@@ -185,8 +181,7 @@ def pack_layer(
             columns=padded_heads(config.num_heads, config.head_dim, lanes),
         ),
         gate_up=memory.matrix(
-            torch.cat([part.weight for part in both]),
-            torch.cat(both_biases) if both_biases else None,
+            *_stacked(mlp.gate_proj, mlp.up_proj),
             rows=alternating(config.intermediate_size, lanes),
         ),
         down=memory.matrix(mlp.down_proj.weight, mlp.down_proj.bias),
@@ -197,6 +192,12 @@ def pack_layer(
         window=window or 0,
         rotated=rotated,
     )
+
+
+def _stacked(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    weights: list[Tensor] = [part.weight for part in parts]
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+    return torch.cat(weights), torch.cat(biases) if biases else None
 
 
 def stack_struct(config: LayerConfig, layers: Sequence[Layer], dtype: torch.dtype) -> Stack:
