@@ -18,6 +18,8 @@ struct Layer {
   int32_t rotated;
 };
 
+constexpr int FINAL = -1;  // boundary after the final norm
+
 // How the stream begins.
 enum Entry : int32_t {
   TOKENS = 0,  // rows of the embedding
@@ -57,7 +59,7 @@ struct Call {
   const float *cosines, *sines;  // (angles, rotary_half)
   void *keys, *values;           // (layers, cache_rows, kv_heads, capacity, dim)
   int64_t angles, cache_rows, capacity;
-  const int32_t* features;   // boundaries to return; -1 is the stream after the final norm
+  const int32_t* features;   // boundaries to return
   void* feature_out;         // (batch, width, num_features · hidden)
   const int64_t* logits_at;  // (batch, asked), or null for all nodes
   float* logits;             // (batch, asked, vocab)

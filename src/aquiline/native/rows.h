@@ -35,25 +35,28 @@ inline size_t row_stride(int inputs, bool half) {
   return (size_t)inputs * (half ? sizeof(Half) : sizeof(float)) + 64;
 }
 
-// Some values in the dtype of the weights.
-struct Values {
-  const void* data;
-  bool half;
-
-  Floats at(size_t i, int count) const {
-    return half ? load_part((const Half*)data + i, count)
-                : load_part((const float*)data + i, count);
-  }
-};
-
-inline void put_part(void* to, bool half, size_t i, Floats v, int count) {
-  if (half)
-    store_part((Half*)to + i, v, count);
-  else
-    store_part((float*)to + i, v, count);
-}
-
 inline int lanes_at(int i, int size) { return size - i < LANES ? size - i : LANES; }
+
+// Values of a tensor, bfloat16 where `half`, from index `at` on.
+inline void read_values(const void* from, bool half, size_t at, int size, float* to) {
+  for (int i = 0; i < size; i += LANES) {
+    const int count = lanes_at(i, size);
+    store_part(to + i,
+               half ? load_part((const Half*)from + at + i, count)
+                    : load_part((const float*)from + at + i, count),
+               count);
+  }
+}
+inline void write_values(const float* from, int size, void* to, bool half, size_t at) {
+  for (int i = 0; i < size; i += LANES) {
+    const int count = lanes_at(i, size);
+    const Floats v = load_part(from + i, count);
+    if (half)
+      store_part((Half*)to + at + i, v, count);
+    else
+      store_part((float*)to + at + i, v, count);
+  }
+}
 
 // 1 / the root of the mean square of x[0 … size).
 inline float inverse_rms(const float* x, int size, float eps) {
@@ -65,7 +68,16 @@ inline float inverse_rms(const float* x, int size, float eps) {
   return 1.f / std::sqrt(sum(squares) / (float)size + eps);
 }
 
-// x · weight / rms(x) of `size` values into out[at …); whole vectors, zeros beyond `size`.
+// x · weight / rms(x) of `size` values.
+inline void normalise(const float* x, const float* weight, int size, float eps, float* out) {
+  const Floats scale = broadcast(inverse_rms(x, size, eps));
+  for (int i = 0; i < size; i += LANES) {
+    const int count = lanes_at(i, size);
+    store_part(out + i, load_part(x + i, count) * scale * load_part(weight + i, count), count);
+  }
+}
+
+// The same into a row, from `at` on; whole vectors, zeros beyond `size`.
 inline void normalise(const float* x, const float* weight, int size, float eps, const Rows& out,
                       int t, int at = 0) {
   const Floats scale = broadcast(inverse_rms(x, size, eps));

@@ -19,7 +19,7 @@ const Matrix& any_matrix(const Stack& stack) { return stack.layers[0].qkv; }
 
 }  // namespace
 
-void Pass::lay_out(Scratch& scratch, int team) {
+void Pass::lay_out(Scratch& scratch) {
   const Stack& s = stack_;
   const bool half = any_matrix(s).takes_halves();
   const int rows = std::max(n_, (int)wanted_.size());
@@ -34,7 +34,7 @@ void Pass::lay_out(Scratch& scratch, int team) {
   const int joined = s.entry == TOKENS ? 0 : 2 * padded(s.hidden, INPUT_PAD);
   shared_.joined = take_rows(scratch, joined ? n_ : 0, joined, half);
   shared_.normed = take_rows(scratch, rows > OWN_NORMS ? rows : 0, widest(s), half);
-  own_.resize(team);
+  own_.resize(call_.threads);
   for (Own& own : own_) {
     own.normed = take_rows(scratch, std::min(rows, OWN_NORMS), widest(s), half);
     own.out =
@@ -79,7 +79,7 @@ void Pass::run(const Member& member) {
     member.wait();
   }
   for (int i = 0; i < stack_.num_layers; i++) {
-    capture(member, i);
+    capture(member, own, i);
     layer(member, own, i);
   }
   finish(member, own);
@@ -90,39 +90,37 @@ void Pass::begin(const Member& member, const Own& own) {
   const Stack& s = stack_;
   const Layer& first = s.layers[0];
   const Range mine = member.part(n_);
-  const int width = padded(s.hidden, INPUT_PAD);
   for (int t = mine.begin; t < mine.end; t++) {
     float* x = stream(t);
     memset(x + s.hidden, 0, (shared_.stream - s.hidden) * sizeof(float));
     shared_.mixed.zero(t, s.heads * (int)shared_.head_stride, first.out.inputs);
     shared_.inner.zero(t, padded(s.inner, LANES), first.down.inputs);
-    const Values source = {s.entry == TOKENS ? s.embedding : call_.hidden, (bool)s.half};
-    const size_t row = s.entry == TOKENS ? (size_t)call_.tokens[t] : (size_t)t;
-    for (int i = 0; i < s.hidden; i += LANES) {
-      const int count = lanes_at(i, s.hidden);
-      store_part(x + i, source.at(row * s.hidden + i, count), count);
+    if (s.entry == TOKENS) {
+      read_values(s.embedding, s.half, (size_t)call_.tokens[t] * s.hidden, s.hidden, x);
+      continue;
     }
-    if (s.entry == TOKENS) continue;
-    float* embedded = own.row;
-    const Values given = {call_.embedded, (bool)s.half};
-    for (int i = 0; i < s.hidden; i += LANES) {
-      const int count = lanes_at(i, s.hidden);
-      store_part(embedded + i, given.at((size_t)t * s.hidden + i, count), count);
-    }
-    shared_.joined.zero(t, 0, 2 * width);
-    if (s.entry == PAIRED) {
-      normalise(embedded, s.embedding_norm, s.hidden, s.eps, shared_.joined, t);
-      normalise(x, s.hidden_norm, s.hidden, s.eps, shared_.joined, t, width);
-      if (s.norm_before_residual) {
-        const Rows stream_rows{(char*)shared_.x, shared_.stream * sizeof(float), false};
-        normalise(x, s.hidden_norm, s.hidden, s.eps, stream_rows, t);
-      }
-    } else {
-      int at = 0;
-      if (s.reads & EMBEDDED) copy_row(embedded, s.hidden, shared_.joined, t), at = width;
-      if (s.reads & HIDDEN) copy_row(x, s.hidden, shared_.joined, t, at);
-    }
+    read_values(call_.hidden, s.half, (size_t)t * s.hidden, s.hidden, x);
+    read_values(call_.embedded, s.half, (size_t)t * s.hidden, s.hidden, own.row);
+    join(t, own.row);
   }
+}
+
+// What a draft network's first product reads of an embedding and the stream.
+void Pass::join(int t, const float* embedded) {
+  const Stack& s = stack_;
+  const Rows& to = shared_.joined;
+  float* x = stream(t);
+  const int width = padded(s.hidden, INPUT_PAD);
+  to.zero(t, 0, 2 * width);
+  if (s.entry == PAIRED) {
+    normalise(embedded, s.embedding_norm, s.hidden, s.eps, to, t);
+    normalise(x, s.hidden_norm, s.hidden, s.eps, to, t, width);
+    if (s.norm_before_residual) normalise(x, s.hidden_norm, s.hidden, s.eps, x);
+    return;
+  }
+  int at = 0;
+  if (s.reads & EMBEDDED) copy_row(embedded, s.hidden, to, t), at = width;
+  if (s.reads & HIDDEN) copy_row(x, s.hidden, to, t, at);
 }
 
 // EAGLE-1: the stream is fuse([embedded, hidden]).
@@ -138,17 +136,21 @@ void Pass::fuse(const Member& member, const Own& own) {
   }
 }
 
-void Pass::capture(const Member& member, int boundary) {
+// Features at a boundary; FINAL is the stream after the last norm.
+void Pass::capture(const Member& member, const Own& own, int boundary) {
   const int size = stack_.hidden;
   const Range mine = member.part(n_);
   for (int f = 0; f < call_.num_features; f++) {
     if (call_.features[f] != boundary) continue;
-    for (int t = mine.begin; t < mine.end; t++)
-      for (int i = 0; i < size; i += LANES) {
-        const int count = lanes_at(i, size);
-        put_part(call_.feature_out, stack_.half, ((size_t)t * call_.num_features + f) * size + i,
-                 load_part(stream(t) + i, count), count);
+    for (int t = mine.begin; t < mine.end; t++) {
+      const float* x = stream(t);
+      if (boundary == FINAL) {
+        normalise(x, stack_.final_norm, size, stack_.eps, own.row);
+        x = own.row;
       }
+      write_values(x, size, call_.feature_out, stack_.half,
+                   ((size_t)t * call_.num_features + f) * size);
+    }
   }
 }
 
@@ -206,11 +208,10 @@ void Pass::finish_head(const Layer& layer, int index, int head, float* y, size_t
   const bool query = head < s.heads, value = head >= s.heads + s.kv_heads;
   const float* norm = query ? layer.query_norm : value ? nullptr : layer.key_norm;
   const int kv_head = (head - s.heads) % s.kv_heads;
-  const Rows itself{(char*)y, stride * sizeof(float), false};
   for (int t = 0; t < n_; t++) {
     const Node& node = nodes_.nodes[t];
     float* x = y + t * stride;
-    if (norm) normalise(x, norm, s.dim, s.eps, itself, t);
+    if (norm) normalise(x, norm, s.dim, s.eps, x);
     if (!value && layer.rotated) {
       const size_t angle = (size_t)node.position * s.rotary_half;
       rotate(x, call_.cosines + angle, call_.sines + angle, s.rotary_half);
@@ -224,10 +225,7 @@ void Pass::finish_head(const Layer& layer, int index, int head, float* y, size_t
     const size_t at =
         (((size_t)index * call_.cache_rows + node.row) * s.kv_heads + kv_head) * call_.capacity +
         node.slot;
-    for (int i = 0; i < s.dim; i += LANES) {
-      const int count = lanes_at(i, s.dim);
-      put_part(value ? call_.values : call_.keys, s.half, at * s.dim + i, load(x + i), count);
-    }
+    write_values(x, s.dim, value ? call_.values : call_.keys, s.half, at * s.dim);
   }
 }
 
@@ -293,27 +291,11 @@ void Pass::feed_forward(const Member& member, const Own& own, const Layer& layer
 // Features, the stream and logits.
 void Pass::finish(const Member& member, const Own& own) {
   const Stack& s = stack_;
-  capture(member, s.num_layers);
+  capture(member, own, s.num_layers);
+  capture(member, own, FINAL);
   const Range mine = member.part(n_);
-  for (int t = mine.begin; t < mine.end; t++) {
-    if (call_.stream_out)
-      for (int i = 0; i < s.hidden; i += LANES) {
-        const int count = lanes_at(i, s.hidden);
-        put_part(call_.stream_out, s.half, (size_t)t * s.hidden + i,
-                 load_part(stream(t) + i, count), count);
-      }
-    for (int f = 0; f < call_.num_features; f++) {
-      if (call_.features[f] >= 0) continue;
-      const Floats scale = broadcast(inverse_rms(stream(t), s.hidden, s.eps));
-      for (int i = 0; i < s.hidden; i += LANES) {
-        const int count = lanes_at(i, s.hidden);
-        const Floats y =
-            load_part(stream(t) + i, count) * scale * load_part(s.final_norm + i, count);
-        put_part(call_.feature_out, s.half, ((size_t)t * call_.num_features + f) * s.hidden + i, y,
-                 count);
-      }
-    }
-  }
+  for (int t = mine.begin; call_.stream_out && t < mine.end; t++)
+    write_values(stream(t), s.hidden, call_.stream_out, s.half, (size_t)t * s.hidden);
   const int n = (int)wanted_.size();
   if (!n) return;
   const Rows x = normed(member, own, s.head, s.final_norm, n, wanted_.data());
@@ -322,10 +304,9 @@ void Pass::finish(const Member& member, const Own& own) {
     const int count = std::min(BLOCK, part.end - v);
     multiply(s.head, x, n, v, count, own.out, BLOCK * LANES, *own.tiles);
     for (int t = 0; t < n; t++)
-      for (int i = 0; i < count; i++)
-        store_part(call_.logits + (size_t)t * s.vocab + (v + i) * LANES,
-                   load(own.out + ((size_t)t * BLOCK + i) * LANES),
-                   lanes_at((v + i) * LANES, s.vocab));
+      write_values(own.out + (size_t)t * BLOCK * LANES,
+                   std::min(count * LANES, s.vocab - v * LANES), call_.logits, false,
+                   (size_t)t * s.vocab + v * LANES);
   }
 }
 

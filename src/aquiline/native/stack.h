@@ -32,14 +32,15 @@ class Pass {
   Pass(const Stack& stack, Call& call, const Nodes& nodes, const std::vector<int32_t>& wanted)
       : stack_(stack), call_(call), nodes_(nodes), wanted_(wanted), n_((int)nodes.nodes.size()) {}
 
-  void lay_out(Scratch& scratch, int team);
+  void lay_out(Scratch& scratch);
   void run(const Member& member);
 
  private:
   void lay_out_attention(Scratch& scratch, Own& own);
   void begin(const Member& member, const Own& own);
   void fuse(const Member& member, const Own& own);
-  void capture(const Member& member, int boundary);
+  void join(int t, const float* embedded);
+  void capture(const Member& member, const Own& own, int boundary);
   void layer(const Member& member, const Own& own, int index);
   void project(const Member& member, const Own& own, const Layer& layer, int index, const Rows& x);
   void finish_head(const Layer& layer, int index, int head, float* y, size_t stride);
