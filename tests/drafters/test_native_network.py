@@ -79,3 +79,36 @@ def _prefixes(lengths: list[int]) -> torch.Tensor:
 
 def test_a_dtype_without_kernels_is_left_to_the_reference() -> None:
     assert native_network(head("eagle3").network) is None
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_level_of_a_tree_has_the_bits_of_a_chain(kind: str, dtype: torch.dtype) -> None:
+    """Levels with an offset and masks draft what a chain of their nodes drafts, on one thread or two."""
+    network = native_network(head(kind, dtype=dtype).network)
+    assert network is not None
+    rotary = RotaryTable(network.config.layer.rope, dtype)
+    generator = torch.Generator().manual_seed(4)
+    embedded = torch.randn(1, 6, 48, generator=generator).to(dtype)
+    hidden = torch.randn(1, 1, 48, generator=generator).to(dtype)
+    filled = new_draft_cache(head(kind, dtype=dtype).network, 1, 128, 256)
+    network.forward(torch.randn(1, 70, 48, generator=generator).to(dtype), hidden.expand(-1, 70, -1),
+                    torch.arange(70)[None], None, filled, [0], rotary)  # fmt: skip
+    commit(filled, torch.arange(70)[None], [0])
+    siblings = torch.eye(3, dtype=torch.bool)[None]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        at = torch.full((1, 3), 70)
+        first = network.forward(embedded[:, :3], hidden.expand(-1, 3, -1), at, siblings, filled, [0], rotary)
+        seen = torch.cat((siblings, siblings), dim=2)
+        second = network.forward(embedded[:, 3:], first, at + 1, seen, filled, [0], rotary, 3)
+    finally:
+        torch.set_num_threads(threads)
+    for i in range(3):
+        step, at = hidden, torch.tensor([[70]])
+        for depth in range(2):
+            step = network.forward(
+                embedded[:, 3 * depth + i][:, None], step, at + depth, None, filled, [0], rotary, depth
+            )
+            assert torch.equal(step[:, 0], (first, second)[depth][:, i])

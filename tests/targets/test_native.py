@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -293,6 +294,19 @@ def test_final_features_project_to_the_same_logits() -> None:
         assert out.features is not None
         exact = target.dtype == torch.float32 or target.describe().endswith(("(AMX)", "with bfloat16)"))
         torch.testing.assert_close(target.project(out.features), out.logits, atol=0 if exact else 0.1, rtol=0)
+
+
+def test_two_callers_at_once_get_the_same_bits() -> None:
+    target = bit_model("grouped")
+    tokens, positions = chain([90], 20)
+    caches = [fill(target, [90]) for _ in range(4)]
+    expected = target.forward(tokens, positions, None, caches[0], [0]).logits
+
+    def call(cache: KVCache) -> bool:
+        return all(torch.equal(target.forward(tokens, positions, None, cache, [0]).logits, expected) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, caches))
 
 
 # -- the contract of a target ------------------------------------------------------------------

@@ -93,7 +93,7 @@ class NativeNetwork:
 
     def describe(self) -> str:
         """Names the path that forwards take."""
-        return f"native {str(self.dtype).removeprefix('torch.')} ({self._stack.library.instructions})"
+        return self._stack.describe()
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `Eagle3Network.fuse` and `EagleNetwork.fuse`."""

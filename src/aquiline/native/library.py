@@ -137,7 +137,8 @@ class Library:
         read_out: ``aquiline_read_out``.
         advise: ``aquiline_advise``.
         lanes: outputs in a vector, on which the layout of weights depends.
-        instructions: what the products run on, for `aquiline doctor`.
+        instructions: what bfloat16 products run on, for `aquiline doctor`.
+        vectors: what all else runs on, float32 products too.
     """
 
     path: Path
@@ -146,6 +147,7 @@ class Library:
     advise: Callable[..., None]
     lanes: int
     instructions: str
+    vectors: str
 
 
 def open_library(path: Path) -> Library:
@@ -171,7 +173,7 @@ def open_library(path: Path) -> Library:
     vectors = "AVX-512" if facts.lanes == 16 else "8-lane vectors"
     products = "AMX" if facts.tiles else f"{vectors} with bfloat16" if facts.pair_dots else vectors
     return Library(
-        path, handle.aquiline_forward, handle.aquiline_read_out, handle.aquiline_advise, facts.lanes, products
+        path, handle.aquiline_forward, handle.aquiline_read_out, handle.aquiline_advise, facts.lanes, products, vectors
     )
 
 

@@ -84,6 +84,12 @@ class NativeStack:
     memory: Memory
     dtype: torch.dtype
 
+    def describe(self) -> str:
+        """Names dtype and instructions."""
+        library = self.library
+        used = library.instructions if self.dtype == torch.bfloat16 else library.vectors
+        return f"native {str(self.dtype).removeprefix('torch.')} ({used})"
+
     def forward(
         self,
         inputs: Inputs,
@@ -107,16 +113,11 @@ class NativeStack:
         Raises:
             ValueError: for sizes, dtypes, tokens, positions or rows that do not fit.
         """
-        struct, sizes = self.struct, inputs.positions.shape
-        if len(sizes) != 2 or 0 in sizes:
-            raise ValueError(f"positions have shape {tuple(sizes)}; allowed: (rows, nodes), at least one of each")
-        batch, width = sizes
+        batch, width = self._size(inputs)
         positions = _checked("positions", inputs.positions, torch.int64, (batch, width))
         ancestors = inputs.ancestors
         if ancestors is not None:
             ancestors = _checked("ancestors", ancestors, torch.bool, (batch, width, inputs.offset + width))
-        if len(inputs.rows) != batch or len(set(inputs.rows)) != batch:
-            raise ValueError(f"rows are {list(inputs.rows)}; allowed: {batch} distinct rows of the cache")
         given = [self._given(name, getattr(inputs, name), batch, width) for name in ("tokens", "embedded", "hidden")]
         asked = width
         if logits_at is not None:
@@ -127,24 +128,34 @@ class NativeStack:
         rows = (ctypes.c_int64 * batch)(*inputs.rows)
         boundaries = (ctypes.c_int32 * len(features))(*features)
         keys, values = self._blocks(cache)
-        logits = taken = after = None
-        if stream:
-            after = torch.empty(batch, width, struct.hidden, dtype=self.dtype)
-        else:
-            logits = torch.empty(batch, asked, struct.vocab)
-        if features:
-            taken = torch.empty(batch, width, len(features) * struct.hidden, dtype=self.dtype)
+        out = self._outputs(batch, width, asked, len(features), stream)
         call = Call(
             batch, width, inputs.offset, torch.get_num_threads(), *map(_address, given), positions.data_ptr(),
             _address(ancestors), ctypes.addressof(committed), ctypes.addressof(rows),
             angles.cosines.data_ptr(), angles.sines.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            angles.cosines.shape[0], keys.shape[1], keys.shape[3],
-            ctypes.addressof(boundaries), _address(taken), _address(logits_at), _address(logits), _address(after),
+            len(angles.cosines), keys.shape[1], keys.shape[3], ctypes.addressof(boundaries),
+            _address(out.features), _address(logits_at), _address(out.logits), _address(out.stream),
             len(features), asked,
         )  # fmt: skip
-        if self.library.forward(struct, call):
+        if self.library.forward(self.struct, call):
             raise ValueError(call.message.decode())
-        return Outputs(logits, taken, after)
+        return out
+
+    def _size(self, inputs: Inputs) -> tuple[int, int]:
+        sizes = inputs.positions.shape
+        if len(sizes) != 2 or 0 in sizes:
+            raise ValueError(f"positions have shape {tuple(sizes)}; allowed: (rows, nodes), at least one of each")
+        if len(inputs.rows) != sizes[0] or len(set(inputs.rows)) != sizes[0]:
+            raise ValueError(f"rows are {list(inputs.rows)}; allowed: {sizes[0]} distinct rows of the cache")
+        return sizes[0], sizes[1]
+
+    def _outputs(self, batch: int, width: int, asked: int, features: int, stream: bool) -> Outputs:
+        hidden = self.struct.hidden
+        return Outputs(
+            None if stream else torch.empty(batch, asked, self.struct.vocab),
+            torch.empty(batch, width, features * hidden, dtype=self.dtype) if features else None,
+            torch.empty(batch, width, hidden, dtype=self.dtype) if stream else None,
+        )
 
     def _given(self, name: str, tensor: Tensor | None, batch: int, width: int) -> Tensor | None:
         if (name == "tokens") != (self.struct.entry == TOKENS):

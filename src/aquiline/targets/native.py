@@ -59,7 +59,7 @@ class NativeDecoder:
 
     def describe(self) -> str:
         """Names the path that forwards take, for `aquiline doctor` and for benchmarks."""
-        return f"native {str(self.dtype).removeprefix('torch.')} ({self._stack.library.instructions})"
+        return self._stack.describe()
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """See `Target.new_cache`."""
