@@ -30,7 +30,6 @@ struct Matrix {
 constexpr int BLOCK = 4;                            // vectors that callers ask for at once
 constexpr int TILE_VECTORS = WIDE_VECTORS ? 4 : 2;  // vectors of a register tile
 constexpr int TILE_TOKENS = WIDE_VECTORS ? 6 : 4;   // rows of a register tile
-constexpr size_t AHEAD = 2048;  // bytes between what a product reads and what it fetches
 
 // What a pass over a block fetches for later. With one pass, lines AHEAD of the present ones; with
 // more, each fetches its share of the next block into the second-level cache.

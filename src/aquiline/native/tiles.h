@@ -20,6 +20,7 @@ namespace aquiline {
 
 constexpr int TILE_ROWS = 16, TILE_INPUTS = 32;
 constexpr size_t TILE_BYTES = 1024;
+constexpr size_t AHEAD = 2048;  // bytes between what a product reads and what it fetches
 
 // Asks the kernel for the tile registers, once per process.
 inline bool tiles_allowed() {
@@ -95,6 +96,9 @@ inline void tile_row(const TileProduct& p, int t) {
   if constexpr (COUNT > 3) _tile_zero(3);
   const char *w = p.weights, *x = p.row(t);
   for (int k = 0; k < p.steps; k++, w += TILE_BYTES, x += TILE_INPUTS * 2) {
+    for (int v = 0; v < COUNT; v++)
+      for (int line = 0; line < 16; line++)
+        _mm_prefetch(w + v * p.vector_bytes + AHEAD + line * 64, _MM_HINT_T0);
     _tile_loadd(4, x, p.stride);
     _tile_loadd(5, w, 64);
     _tile_dpbf16ps(0, 4, 5);
