@@ -15,7 +15,7 @@ PINS := .venv/constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install install-dev model run test test-oracle test-real test-rest verify lint bench clean
+.PHONY: install install-dev kernels model run test test-oracle test-real test-rest verify lint bench clean
 
 install: $(BASE)
 
@@ -33,7 +33,11 @@ $(FULL): $(BASE)
 	$(PIP) --constraint $(PINS) --editable '.[train,grammar,serve,completion,dev]'
 	touch $@
 
-model: $(BASE)
+# Without a compiler there are no kernels, and everything runs on PyTorch alone.
+kernels: $(BASE)
+	$(BIN)/aquiline build || true
+
+model: kernels
 	$(BIN)/python -m aquiline.models.embedded smollm2
 
 run: model
@@ -41,7 +45,7 @@ run: model
 
 test: lint test-oracle test-real test-rest
 
-test-oracle: $(FULL)
+test-oracle: $(FULL) kernels
 	$(PYTEST) -m 'oracle and not verify'
 
 test-real: $(FULL) model

@@ -1,9 +1,9 @@
-"""Does a chain of drafts give the bits that plain decoding gives? (SmolLM2, bfloat16, CPU)
+"""Do chains and trees of drafts give the bits that plain decoding gives? (SmolLM2, bfloat16, CPU)
 
     python benchmarks/exactness.py
 
 Feeds the same 120 tokens one by one, in chains of several lengths, and in chains with decoy
-branches behind them, and compares the bits of all logits and of the cache.
+branches after them, and compares the bits of all logits and of the cache.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from aquiline import tree as trees
 from aquiline.cache import KVCache, commit
 from aquiline.models.resolve import resolve_target
 from aquiline.targets.loading import load_target
-from aquiline.targets.packed import PackedDecoder, packed
+from aquiline.targets.native import native
+from aquiline.targets.packed import packed
+from aquiline.targets.target import Target
 
 PREFIX, LENGTH = 450, 120
 
 
-def feed(target: PackedDecoder, ids: list[int], width: int, decoys: int) -> tuple[torch.Tensor, KVCache]:
+def feed(target: Target, ids: list[int], width: int, decoys: int) -> tuple[torch.Tensor, KVCache]:
     """Logits (LENGTH, V) of the tokens after the prefix, fed `width` at a time."""
     cache = target.new_cache(1, len(ids) + width + decoys)
     none = torch.empty(1, 0, dtype=torch.int64)
@@ -49,8 +51,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
     model = load_target(resolve_target("smollm2"), getattr(torch, arguments.dtype), torch.device("cpu"))
-    target = packed(model)
-    assert target is not None, "this machine has no packed path"
+    target = native(model) or packed(model) or model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, 40000, (PREFIX + LENGTH,), generator=generator).tolist()
     records = []

@@ -1,11 +1,11 @@
-"""What one forward costs: our packed and reference decoders beside transformers, interleaved.
+"""What one forward costs: our native, packed and reference decoders beside transformers, interleaved.
 
     python benchmarks/forward_cost.py --dtype bfloat16
 
 Every round times each implementation at each width once, so that a disturbance of the machine
 meets all of them; the table has the medians. The forwards return the logits of all T positions.
-Writes benchmarks/results/forward-cost-<dtype>.json and .md. The results name the packed path
-that was taken; the run fails if the machine has none, unless --allow-reference is given.
+Writes benchmarks/results/forward-cost-<dtype>.json and .md. Paths that the machine lacks
+are left out; the run fails without the native one, unless --allow-reference is given.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from aquiline.cache import commit
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network, forward_network, new_draft_cache
-from aquiline.drafters.packed import PackedNetwork, packed_network
+from aquiline.drafters.native import NativeNetwork, native_network
 from aquiline.models.embedded import fetch_embedded
 from aquiline.targets.loading import load_target
+from aquiline.targets.native import native
 from aquiline.targets.packed import packed
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
@@ -43,10 +44,11 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     folder = options.target or fetch_embedded("smollm2")
     reference = load_target(folder, dtype, torch.device("cpu"))
-    fast = packed(reference)
+    fast = native(reference)
     if fast is None and not options.allow_reference:
-        raise SystemExit(f"error: this machine has no packed path for {options.dtype}; pass --allow-reference to go on")
-    implementations = {"packed": fast or reference, "reference": reference}
+        raise SystemExit(f"error: this machine has no native kernels for {options.dtype}; pass --allow-reference to measure the rest")
+    paths = {"native": fast, "packed": packed(reference), "reference": reference}
+    implementations = {name: path for name, path in paths.items() if path is not None}
     runs: dict[tuple[str, int], Run] = {}
     for name, target in implementations.items():
         runs |= {(name, width): run for width, run in our_forwards(target, options.context, options.widths).items()}
@@ -160,7 +162,7 @@ def draft_steps(dtype: torch.dtype, context: int, widths: list[int]) -> dict[tup
 
         def run() -> object:
             for _ in range(LEVELS):
-                if isinstance(network, PackedNetwork):
+                if isinstance(network, NativeNetwork):
                     logits = network.logits(network.forward(*arguments))
                 else:
                     logits = network.logits(forward_network(network, *arguments))
@@ -169,7 +171,8 @@ def draft_steps(dtype: torch.dtype, context: int, widths: list[int]) -> dict[tup
         return run
 
     networks = {
-        f"{LEVELS} draft levels, packed": packed_network(head.network),
+        f"{LEVELS} draft levels, native": native_network(head.network),
+        f"{LEVELS} draft levels, packed": packed(head.network),
         f"{LEVELS} draft levels, reference": head.network,
     }
     return {(name, width): step(n, width) for name, n in networks.items() if n is not None for width in widths}

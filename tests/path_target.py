@@ -38,6 +38,8 @@ class PathTarget:
     dtype = torch.float64
     device = torch.device("cpu")
 
+    exact = False
+
     def __init__(
         self, vocab_size: int, max_positions: int = 256, *, spread: float = 3.0, variety: int = 1021, seed: int = 0
     ) -> None:

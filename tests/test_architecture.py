@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tree", "sampling", "stats"),
     ("verify", "cache"),
     ("models",),
+    ("native",),
     ("targets",),
     ("drafters",),
     ("checkpoints",),

@@ -304,7 +304,8 @@ def test_doctor(aquiline: Any) -> None:
     assert found["facts"]["torch"] == torch.__version__ and found["advice"]
     assert found["facts"]["cuda"] is False and "pretended" not in str(found["advice"])
     shown = aquiline("doctor").out
-    assert "torch" in shown and "packed path" in shown
+    assert "torch" in shown and "native kernels" in shown
+    assert found["facts"]["path, bfloat16"].startswith("native kernels")
 
 
 def test_doctor_says_what_was_checked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

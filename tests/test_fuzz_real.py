@@ -1,7 +1,7 @@
 """Hundreds of random requests to SmolLM2 with its heads: every output is plain decoding's.
 
-The tiny fuzz knows the right answer of each request; here plain decoding is it. Chains in bfloat16,
-where bits decide near-ties, and every drafter and tree in float32.
+The tiny fuzz knows the right answer of each request; here plain decoding is it. Every drafter and tree
+in float32 and, on the native kernels, in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.grammar import json_schema, lark, regex
 from aquiline.engine.request import Engine, GenerationOutput, Request
 from aquiline.engine.text import encode_prompt
-from aquiline.targets.prepack import packable
+from aquiline.native.library import find_library
 
 pytestmark = [pytest.mark.real, pytest.mark.verify]
 
@@ -40,8 +40,7 @@ PROMPTS = (
 )
 STOPS = ("the", ".", " and", "\n", "\n\n", "a", "é", "is the", ", ", "```", "def", "sky", "😀")
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
-CHAINS = ("chain", "eagle chain", "auto", "lookup")
-TREES = ("dynamic", "static", "lookahead")
+KINDS = ("chain", "eagle chain", "auto", "lookup", "dynamic", "static", "lookahead")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,14 +144,14 @@ def fuzz(loaded: aquiline.Loaded, kinds: tuple[str, ...], calls: int, seed: int)
 
 
 @pytest.mark.timeout(3000)
-def test_chains_in_bfloat16(smollm2_folder: object) -> None:
-    if not packable(torch.bfloat16, torch.device("cpu")):
-        pytest.skip("this processor has no fast bfloat16 kernels, so float32 is the default here")
-    accepted, refused = fuzz(aquiline.load("smollm2", None, dtype="bfloat16"), CHAINS, 120, 0)
+def test_everything_in_bfloat16(smollm2_folder: object) -> None:
+    if find_library()[0] is None:
+        pytest.skip("only the native kernels keep the bits")
+    accepted, refused = fuzz(aquiline.load("smollm2", None, dtype="bfloat16"), KINDS, 120, 0)
     assert accepted > 120 and refused > 120, "drafts must be both right and wrong, or nothing was tried"
 
 
 @pytest.mark.timeout(3000)
 def test_everything_in_float32(smollm2_folder: object) -> None:
-    accepted, refused = fuzz(aquiline.load("smollm2", None, dtype="float32"), CHAINS + TREES, 120, 5000)
+    accepted, refused = fuzz(aquiline.load("smollm2", None, dtype="float32"), KINDS, 120, 5000)
     assert accepted > 120 and refused > 120, "drafts must be both right and wrong, or nothing was tried"

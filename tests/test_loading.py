@@ -33,7 +33,7 @@ def loaded(target: Path) -> aquiline.Loaded:
         ({"max_rows": 1.5}, "max_rows is 1.5; allowed: an integer ≥ 1"),
         ({"max_rows": 0}, "max_rows is 0; allowed: ≥ 1"),
         ({"max_rows": "8"}, "max_rows is '8'"),
-        ({"exact": "x"}, "exact is 'x'; allowed: True, False or None"),
+        ({"exact": "x"}, "exact is 'x'; allowed: True or False"),
         ({"packed": "no"}, "packed is 'no'; allowed: True or False"),
         ({"packed": None}, "packed is None"),
         ({"adaptive": 1}, "adaptive is 1"),

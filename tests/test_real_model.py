@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 import aquiline
+from aquiline import Chain, DynamicTree, StaticTree
 from aquiline.checkpoints.open import shipped_for
 from aquiline.drafters.adaptive import Adaptive
+from aquiline.drafters.trees import TreePolicy
+from aquiline.engine.drafting import make_drafter
+from aquiline.engine.request import GenerationOutput
 from aquiline.loading import Loaded
-from aquiline.targets.packed import PackedDecoder
-from aquiline.targets.prepack import packable
+from aquiline.native.library import find_library
+from aquiline.targets.native import NativeDecoder
 from tests.prompts import PROMPTS
 
 pytestmark = pytest.mark.real
-
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def both_cores() -> Iterator[None]:
@@ -34,12 +35,11 @@ def loaded(smollm2_folder: object) -> Loaded:
     return aquiline.load("smollm2", dtype="float32")
 
 
-def test_load_takes_the_shipped_head_and_the_packed_path(loaded: Loaded) -> None:
+def test_load_takes_the_shipped_head_and_the_kernels(loaded: Loaded) -> None:
     assert shipped_for(loaded.target_path)[0].name == "smollm2-eagle3"
     assert loaded.draft_name == "smollm2-eagle3 (eagle3) + prompt lookup"
     assert isinstance(loaded.drafter, Adaptive)
-    if packable(torch.float32, CPU):
-        assert isinstance(loaded.target, PackedDecoder)
+    assert isinstance(loaded.target, NativeDecoder) == (find_library()[0] is not None)
 
 
 def test_forty_prompts_in_float32(loaded: Loaded) -> None:
@@ -69,29 +69,41 @@ def test_seeded_sampling_in_float32(loaded: Loaded) -> None:
     assert [o.token_ids for o in ours] == [o.token_ids for o in plain]
 
 
-def test_chains_in_bfloat16_are_bit_exact() -> None:
-    if not packable(torch.bfloat16, CPU):
-        pytest.skip("this processor has no fast bfloat16 kernels, so float32 is the default here")
-    model = aquiline.load("smollm2", dtype="bfloat16", tree=aquiline.Chain(4))
-    for prompt in PROMPTS[12:16]:
-        settings = {"max_new_tokens": 64, "logprobs": 0}
-        plain, ours = model.plain().generate(prompt, **settings), model.generate(prompt, **settings)
-        assert ours.token_ids == plain.token_ids
-        assert ours.logprobs == plain.logprobs, "not near: the same bits"
-        assert ours.stats.accepted > 0
+METHODS: dict[str, tuple[str, TreePolicy | None]] = {
+    "auto": ("auto", None),
+    "eagle3 chain": ("smollm2-eagle3", Chain(4)),
+    "eagle3 dynamic": ("smollm2-eagle3", DynamicTree(16, 4, 4)),
+    "eagle3 static": ("smollm2-eagle3", StaticTree()),
+    "eagle dynamic": ("smollm2-eagle", DynamicTree(12, 3, 3)),
+    "eagle static": ("smollm2-eagle", StaticTree()),
+    "medusa": ("smollm2-medusa", None),
+    "hydra": ("smollm2-hydra", None),
+    "lookup": ("prompt-lookup", None),
+    "lookahead": ("lookahead", None),
+}
 
 
-def test_trees_in_bfloat16_differ_at_near_ties_alone() -> None:
-    if not packable(torch.bfloat16, CPU):
-        pytest.skip("this processor has no fast bfloat16 kernels, so float32 is the default here")
-    model = aquiline.load("smollm2", dtype="bfloat16", tree=aquiline.DynamicTree(8, 4, 3))
-    for prompt in PROMPTS[16:20]:
-        settings = {"max_new_tokens": 48, "logprobs": 2}
-        plain, ours = model.plain().generate(prompt, **settings), model.generate(prompt, **settings)
-        pairs = zip(plain.token_ids, ours.token_ids, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if first is not None:
-            assert plain.top_logprobs is not None
-            values = sorted(plain.top_logprobs[first].values(), reverse=True)
-            # Two units in the last place of a bfloat16 logit between 16 and 32.
-            assert values[0] - values[1] <= 2 * 2.0 ** (math.floor(math.log2(32)) - 8)
+@pytest.fixture(scope="module")
+def plain_bfloat16(smollm2_folder: object) -> Loaded:
+    if find_library()[0] is None:
+        pytest.skip("only the native kernels keep the bits")
+    return aquiline.load("smollm2", None, dtype="bfloat16", exact=True)
+
+
+@pytest.fixture(scope="module")
+def plain_outputs(plain_bfloat16: Loaded) -> list[GenerationOutput]:
+    return plain_bfloat16.generate(PROMPTS[12:18], max_new_tokens=48, logprobs=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_in_bfloat16_has_plain_decodings_bits(
+    plain_bfloat16: Loaded, plain_outputs: list[GenerationOutput], method: str
+) -> None:
+    """Branching trees and batches, too: the same tokens, and the same bits of their log-probabilities."""
+    loaded = plain_bfloat16
+    drafter, _ = make_drafter(*METHODS[method], loaded.target, loaded.target_path)
+    engine = replace(loaded.engine, drafter=drafter, max_rows=3)
+    ours = replace(loaded, engine=engine).generate(PROMPTS[12:18], max_new_tokens=48, logprobs=0)
+    assert [o.token_ids for o in ours] == [o.token_ids for o in plain_outputs]
+    assert [o.logprobs for o in ours] == [o.logprobs for o in plain_outputs]
+    assert sum(o.stats.accepted for o in ours) > 0

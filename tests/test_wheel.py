@@ -60,6 +60,8 @@ def test_the_installed_package_is_the_one_that_runs_and_has_its_data(installed: 
         assert {str(file.relative_to(there)) for file in there.rglob("*") if file.is_file()} == expected
         assert len(expected) > 5
     assert (installed / "aquiline" / "py.typed").is_file()
+    sources = {file.name for file in (installed / "aquiline" / "native").iterdir()}
+    assert sources >= {file.name for file in (ROOT / "src" / "aquiline" / "native").iterdir() if file.suffix in (".cpp", ".h")}
 
 
 @pytest.mark.real
@@ -67,7 +69,8 @@ def test_its_commands_run_outside_the_repository(installed: Path, smollm2_folder
     assert smollm2_folder.is_dir()
     command = str(installed / "bin" / "aquiline")
     assert run(installed, command, "--version").split() == ["aquiline", aquiline.__version__]
-    assert "torch" in run(installed, command, "doctor")
+    assert "native kernels" in run(installed, command, "doctor")
+    assert "native.so" in run(installed, command, "build")
     words = ("generate", "Name three colours.", "--max-new-tokens", "16", "--temperature", "0", "--json")
     drafted = json.loads(run(installed, command, *words))
     assert len(drafted["token_ids"]) == 16 and drafted["text"].strip()

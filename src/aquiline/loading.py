@@ -15,7 +15,7 @@ from aquiline.drafters.drafter import Drafter, Needs
 from aquiline.engine.chat import ChatSession
 from aquiline.engine.drafting import Tree, make_drafter, read_tree
 from aquiline.engine.generate import generate_requests, stream_requests
-from aquiline.engine.opening import fast_form, generation_defaults, open_target
+from aquiline.engine.opening import check_exact, fast_form, generation_defaults, open_target
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
 from aquiline.engine.text import Prompt, encode_prompt
 from aquiline.sampling import SamplingParams
@@ -131,7 +131,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
     packed: bool = True,
-    exact: bool | None = None,
+    exact: bool = False,
     adaptive: bool | None = None,
     lossy: LossyRule | None = None,
     max_rows: int = 8,
@@ -149,22 +149,25 @@ def load(
         tokenizer: required for text prompts if `target` is a transformers model.
         dtype: of the weights; None chooses bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere.
         device: where the target runs.
-        packed: use the form that is fast on the device: on a CPU a packed copy, if this machine supports it;
+        packed: use the form that is fast on the device: on a CPU the native kernels, else packed weights;
             elsewhere joined projections.
-        exact: keep a token's bits independent of the rest of its forward in the packed copy; None
-            does so in bfloat16, where rounding decides near-ties. False is faster for many rows.
+        exact: require that a token's bits do not depend on the rest of its forward, as on the native
+            kernels; then every drafter and tree emits plain decoding's tokens in bfloat16, too.
         adaptive: fall back to plain decoding while drafting does not pay; None does so unless
             you passed a tree or a drafter.
         lossy: an acceptance rule that CHANGES the output distribution.
         max_rows: requests that decode together.
 
     Raises:
-        ValueError: for an unknown name, a head that does not fit, or contradictory settings.
+        ValueError: for an unknown name, a head that does not fit, contradictory settings, or an `exact`
+            that this machine cannot keep.
     """
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
     tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
-    fast = fast_form(model, exact, path is not None) if packed else model
+    fast = fast_form(model, path is not None) if packed else model
+    if exact:
+        check_exact(fast)
     _check_parts(draft, tokenizer, lossy)
     drafter, name = make_drafter(draft, tree, fast, path, packed)
     if drafter is not None:
@@ -180,7 +183,7 @@ def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
         if value == "":
             raise ValueError(f"{name} is ''; allowed: a name or a file, or leave it out")
     for name, value in flags.items():
-        flag(name, value, optional=name != "packed")
+        flag(name, value, optional=name == "adaptive")
 
 
 def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:

@@ -147,11 +147,12 @@ def test_a_wrong_token_is_found_and_judged(bed: Bed) -> None:
     assert found["gap"] == pytest.approx(float(logits[plain.outputs[0][5]] - logits[outputs[0][5]]))
     assert found["noise"] == 0 and not found["near_tie"]
     for dtype in (torch.float32, torch.bfloat16):
-        message = complaint([found], dtype)
+        message = complaint([found], dtype, exact=False)
         assert message is not None and "method buggy, qa question 0 turn 0, token 5" in message
     tie = found | {"near_tie": True}
-    assert complaint([tie], torch.bfloat16) is None
-    assert complaint([tie], torch.float32) is not None
+    assert complaint([tie], torch.bfloat16, exact=False) is None
+    assert complaint([tie], torch.bfloat16, exact=True) is not None, "no rounding explains it where bits are equal"
+    assert complaint([tie], torch.float32, exact=False) is not None
     cut = Record(**{**vars(plain), "outputs": [plain.outputs[0][:7]]})
     [short] = find_divergences(bed.target, [cut], plain, case(12).prompts)
     assert short["position"] == 7 and short["method_token"] == -1 and not short["near_tie"]

@@ -31,8 +31,8 @@ def find_divergences(
 
     Returns:
         Entries as docs/results-schema.md describes a divergence. The noise of 16-bit logits is at least
-        the distance of neighbouring numbers: on the packed path the two forwards have the same bits,
-        and a tree's branches, which sum in another order, do not.
+        the distance of neighbouring numbers: kernels may give these two forwards the same bits, and a
+        tree's branches, which sum in another order, others.
     """
     parted: list[tuple[Record, int, int]] = []
     for record in records:
@@ -92,12 +92,15 @@ def _forwards(target: Target, pieces: Sequence[Sequence[int]], lengths: Collecti
     return found
 
 
-def complaint(divergences: Sequence[dict[str, Any]], dtype: torch.dtype) -> str | None:
+def complaint(divergences: Sequence[dict[str, Any]], dtype: torch.dtype, exact: bool) -> str | None:
     """What is wrong with the divergences, in one line; None if rounding explains all of them.
 
-    In float32 and float64 every one is wrong. In shorter dtypes those are that are no near-ties.
+    Args:
+        divergences: as `find_divergences` returns them.
+        dtype: the target's. In float32 and float64 every divergence is wrong.
+        exact: of the target; then every one is wrong. Elsewhere, in shorter dtypes, near-ties may part.
     """
-    wrong = [d for d in divergences if dtype in EXACT or not d["near_tie"]]
+    wrong = [d for d in divergences if exact or dtype in EXACT or not d["near_tie"]]
     if not wrong:
         return None
     first = wrong[0]

@@ -112,7 +112,7 @@ def run_bench(settings: BenchSettings, bed: Bed | None = None, *, quiet: bool = 
     finally:
         log.close()
     markdown = write_report(results, folder)
-    wrong = complaint(results["divergences"], bed.target.dtype)
+    wrong = complaint(results["divergences"], bed.target.dtype, bed.target.exact)
     if wrong is not None:
         raise WrongTokens(f"{wrong}; see {folder / 'report.html'}")
     return BenchReport(results, markdown, folder)

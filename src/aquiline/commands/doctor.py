@@ -6,7 +6,10 @@ import argparse
 import json
 import os
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aquiline.native.library import Library
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +41,9 @@ def examine() -> tuple[dict[str, Any], list[str]]:
     import torch
 
     from aquiline.bench.environment import cpu_name, package_version
-    from aquiline.targets.packed import packable
+    from aquiline.native.library import find_library
 
+    library, why = find_library()
     capability = torch.backends.cpu.get_cpu_capability()
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
     facts: dict[str, Any] = {
@@ -51,13 +55,31 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         "threads": torch.get_num_threads(),
         "instructions": capability,
         "bfloat16 matrix products": bool(bf16),
+<<<<<<< HEAD
         "packed path, bfloat16": packable(torch.bfloat16, torch.device("cpu")),
         "packed path, float32": packable(torch.float32, torch.device("cpu")),
         "cuda": _on_gpu("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else False,
         "mps": _on_gpu("mps", platform.machine()) if torch.backends.mps.is_available() else False,
+=======
+        "native kernels": why if library else False,
+        **{f"path, {name}": _path(library, name) for name in ("bfloat16", "float32")},
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else False,
+>>>>>>> 0ecab22 (Decoders and EAGLE networks run on the native kernels; without them, the reference with packed linears)
         "extras": [name for name in ("accelerate", "pyarrow", "datasets", "llguidance", "shtab") if _installed(name)],
     }
-    return facts, _advice(facts)
+    return facts, [*([] if library else [f"the native kernels do not run: {why}"]), *_advice(facts)]
+
+
+def _path(library: Library | None, dtype: str) -> str:
+    """Describes what computes a decoder's forwards in a dtype on the CPU."""
+    import torch
+
+    from aquiline.targets.packed import packable
+
+    if library is not None:
+        return f"native kernels ({library.instructions if dtype == 'bfloat16' else library.vectors}), the same bits always"
+    packed = packable(getattr(torch, dtype), torch.device("cpu"))
+    return "PyTorch, packed weights (oneDNN)" if packed else "PyTorch"
 
 
 def _on_gpu(device: str, name: str) -> str:
@@ -76,6 +98,7 @@ def _advice(facts: dict[str, Any]) -> list[str]:
     lines = []
     if not facts["bfloat16 matrix products"]:
         lines.append("this processor lacks fast bfloat16: the default is float32, which is about half as fast")
+<<<<<<< HEAD
     if not facts["packed path, float32"]:
         lines.append("this PyTorch build lacks prepacked kernels: the slower reference path runs")
     if facts["cuda"] or facts["mps"]:
@@ -83,6 +106,8 @@ def _advice(facts: dict[str, Any]) -> list[str]:
             "GPUs were only checked on a pretended device: compare outputs with --device cpu, and measure with "
             "benchmarks/gpu.py of the repository"
         )
+=======
+>>>>>>> 0ecab22 (Decoders and EAGLE networks run on the native kernels; without them, the reference with packed linears)
     if facts["threads"] != facts["cores"]:
         lines.append(
             f"PyTorch uses {facts['threads']} threads on {facts['cores']} cores; set --threads or OMP_NUM_THREADS"

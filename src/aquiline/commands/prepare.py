@@ -132,7 +132,7 @@ def _local(arguments: argparse.Namespace) -> Any:
     from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 
     # Large batches are bound by arithmetic: a draft would only add to it.
-    loaded = load(arguments.target, None, exact=False, max_rows=arguments.rows)
+    loaded = load(arguments.target, None, max_rows=arguments.rows)
 
     def complete(requests: Sequence[ReplyRequest], sampling: ReplySampling) -> list[Reply]:
         from aquiline.engine.generate import generate_requests

@@ -22,7 +22,7 @@ from aquiline.drafters.eagle_network import (
     join_network,
     new_draft_cache,
 )
-from aquiline.drafters.packed import PackedNetwork, packed_network
+from aquiline.drafters.native import NativeNetwork, native_network
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
 from aquiline.drafters.trees import (
     Chain,
@@ -34,6 +34,7 @@ from aquiline.drafters.trees import (
     parents_of,
     paths_of,
 )
+from aquiline.targets.packed import packed as packed_copy
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
@@ -88,7 +89,8 @@ class EagleDrafter:
         self._coupling = Coupling(head.draft_to_target, head.gamma)
         weight = head.network.fc.weight
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
-        self._network: Network | PackedNetwork = (packed_network(head.network) if packed else None) or head.network
+        fast = (native_network(head.network) or packed_copy(head.network)) if packed else None
+        self._network: Network | NativeNetwork = fast or head.network
         if packed and weight.device.type != "cpu":
             join_network(head.network)
 
@@ -184,7 +186,7 @@ class EagleDrafter:
         else:
             embedded = self.target.embed(tokens).to(hidden.dtype)
         network, arguments = self._network, (embedded, hidden, positions, ancestors, cache, rows, self._rotary, offset)
-        if isinstance(network, PackedNetwork):
+        if isinstance(network, NativeNetwork):
             return network.forward(*arguments)
         return forward_network(network, *arguments)
 

@@ -114,26 +114,38 @@ def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -
     return torch.bfloat16 if fast else torch.float32
 
 
-def fast_form(target: Target, exact: bool | None, owned: bool) -> Target:
-    """Returns our own decoder in the form that is fast on its device: on a CPU a packed copy, if supported.
+def fast_form(target: Target, owned: bool) -> Target:
+    """Returns our own decoder in the form that is fast on its device: on a CPU a native or else a packed copy.
 
     Args:
         target: the target; any but our own decoder is returned as it is.
-        exact: see `aquiline.targets.packed.packed`.
         owned: the weights were loaded here; a user's model is not joined, which would store its weights twice.
 
     Mutates: on other devices, joins the target's projections.
     """
     from aquiline.targets.decoder import Decoder
+    from aquiline.targets.native import native
     from aquiline.targets.packed import packed
 
     if not isinstance(target, Decoder):
         return target
     if target.device.type == "cpu":
-        return packed(target, exact) or target
+        return native(target) or packed(target) or target
     if owned:
         target.join()
     return target
+
+
+def check_exact(target: Target) -> None:
+    """Raises ValueError unless a token's bits are independent of the rest of its forward."""
+    from aquiline.native.library import find_library
+
+    if not target.exact:
+        raise ValueError(
+            f"exact is True, but this target ({type(target).__name__}, {target.dtype}, {target.device}) rounds by the "
+            f"shape of the forward; allowed: our own decoder in bfloat16 or float32 on the CPU kernels, with packed "
+            f"(kernels: {find_library()[1]})"
+        )
 
 
 def generation_defaults(path: Path | None, target: Any, tokenizer: Any) -> tuple[tuple[int, ...], SamplingParams]:

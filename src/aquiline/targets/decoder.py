@@ -1,6 +1,6 @@
 """Our own Llama-family decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM2/3.
 
-The reference path, for any dtype and device. `aquiline.targets.packed` is its fast CPU copy.
+The reference path, for any dtype and device; `aquiline.targets.native` is its fast copy on CPUs.
 """
 
 from __future__ import annotations
@@ -159,6 +159,8 @@ class Decoder(nn.Module):
     Args:
         config: sizes.
     """
+
+    exact = False
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

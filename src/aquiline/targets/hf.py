@@ -53,6 +53,8 @@ class HFTarget:
         ValueError: for a model that cannot verify a tree, with the reason and the remedy.
     """
 
+    exact = False
+
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = unwrap(model)
         check_model(self.model)

@@ -26,11 +26,14 @@ class NativeDecoder:
     """The native copy of a `Decoder`; implements `Target`. Made by `native`.
 
     Attributes:
+        exact: see `Target`.
         config: sizes.
         shape: see `Target`.
         dtype: bfloat16 or float32.
         device: the CPU.
     """
+
+    exact = True
 
     def __init__(self, decoder: Decoder, library: Library) -> None:
         config = decoder.config

@@ -63,6 +63,14 @@ class Target(Protocol):
         """Device of the input tokens and the results."""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether a token's logits and features have the same bits whatever else is in the forward.
+
+        Then all drafters and trees are lossless in every dtype; else rounding may decide near-ties.
+        """
+        ...
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocates an empty cache for `rows` rows of `capacity` positions."""
         ...

@@ -139,6 +139,8 @@ def prepare(
         manifest = _manifest(names, tokenizer, renderer, settings)
         if chat_template_kwargs:
             manifest["chat_template_kwargs"] = dict(chat_template_kwargs)
+        if chat_template_kwargs:
+            manifest["chat_template_kwargs"] = dict(chat_template_kwargs)
         manifest["counts"] = _write(names, tokenizer, renderer, settings, vocabulary, partial, progress)
         text = json.dumps(manifest, indent=2, ensure_ascii=False)
         (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
