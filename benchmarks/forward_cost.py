@@ -46,7 +46,9 @@ def main() -> None:
     reference = load_target(folder, dtype, torch.device("cpu"))
     fast = native(reference)
     if fast is None and not options.allow_reference:
-        raise SystemExit(f"error: this machine has no native kernels for {options.dtype}; pass --allow-reference to measure the rest")
+        raise SystemExit(
+            f"error: no native kernels for {options.dtype} here; pass --allow-reference to measure the rest"
+        )
     paths = {"native": fast, "packed": packed(reference), "reference": reference}
     implementations = {name: path for name, path in paths.items() if path is not None}
     runs: dict[tuple[str, int], Run] = {}

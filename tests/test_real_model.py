@@ -22,6 +22,7 @@ from tests.prompts import PROMPTS
 
 pytestmark = pytest.mark.real
 
+
 @pytest.fixture(scope="module", autouse=True)
 def both_cores() -> Iterator[None]:
     threads = torch.get_num_threads()

@@ -61,7 +61,9 @@ def test_the_installed_package_is_the_one_that_runs_and_has_its_data(installed: 
         assert len(expected) > 5
     assert (installed / "aquiline" / "py.typed").is_file()
     sources = {file.name for file in (installed / "aquiline" / "native").iterdir()}
-    assert sources >= {file.name for file in (ROOT / "src" / "aquiline" / "native").iterdir() if file.suffix in (".cpp", ".h")}
+    assert sources >= {
+        file.name for file in (ROOT / "src" / "aquiline" / "native").iterdir() if file.suffix in (".cpp", ".h")
+    }
 
 
 @pytest.mark.real

@@ -19,8 +19,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"norm_before_fc": True, "norm_output": True}),
     ("eagle3", {"fc_norm": True, "features": ("final", 3)}),
     ("eagle", {"fc_bias": True, "num_layers": 2}),
-    ("eagle", {"inputs": "token"}),
-    ("eagle", {"inputs": "feature"}),
 ]
 
 

@@ -60,7 +60,7 @@ def test_packed_draft_networks_equal_the_reference(kind: str, changes: dict[str,
     features = torch.randn(1, 6, 48 * len(network.config.features), generator=generator)
 
     def stream(which: Network) -> torch.Tensor:
-        cache = new_draft_cache(which, 1, 8, 64)
+        cache = new_draft_cache(network, 1, 8, 64)
         return forward_network(which, embedded, which.fuse(features), torch.arange(6)[None], None, cache, [0], rotary)
 
     torch.testing.assert_close(stream(copy), stream(network), atol=2e-4, rtol=2e-4)

@@ -77,7 +77,9 @@ def _path(library: Library | None, dtype: str) -> str:
     from aquiline.targets.packed import packable
 
     if library is not None:
-        return f"native kernels ({library.instructions if dtype == 'bfloat16' else library.vectors}), the same bits always"
+        return (
+            f"native kernels ({library.instructions if dtype == 'bfloat16' else library.vectors}), the same bits always"
+        )
     packed = packable(getattr(torch, dtype), torch.device("cpu"))
     return "PyTorch, packed weights (oneDNN)" if packed else "PyTorch"
 

@@ -17,9 +17,6 @@ from aquiline.targets.layers import RMSNorm, decoder_layers
 from aquiline.targets.native import AngleTable, pack_layer, reserve, stack_bytes, stack_struct, supported
 from aquiline.targets.rope import RotaryTable
 
-_READS = {"feature+shifted": EMBEDDED | HIDDEN, "feature+unshifted": EMBEDDED | HIDDEN,
-          "feature": HIDDEN, "token": EMBEDDED}  # fmt: skip
-
 
 class NativeNetwork:
     """The native copy of an EAGLE network, with the same verbs. Made by `native_network`.
@@ -51,9 +48,8 @@ class NativeNetwork:
             struct.hidden_norm = self._memory.norm(first.hidden_norm)
             self._read_outs(network)
         else:
-            struct.entry, struct.reads = FUSED, _READS[config.inputs]
-            columns = _joined(config.hidden_size, 2) if struct.reads == EMBEDDED | HIDDEN else None
-            struct.fuse = self._memory.matrix(weight, network.fc.bias, columns=columns)
+            struct.entry, struct.reads = FUSED, EMBEDDED | HIDDEN
+            struct.fuse = self._memory.matrix(weight, network.fc.bias, columns=_joined(config.hidden_size, 2))
         self._stack = NativeStack(library, struct, self._memory, self.dtype)
 
     def _layers(self, network: Network) -> list[Layer]:
@@ -142,7 +138,7 @@ def native_network(network: Network, library: Library | None = None) -> NativeNe
     config, weight = network.config, network.fc.weight
     if not supported(config.layer, weight.dtype, weight.device):
         return None
-    if config.kind == "eagle" and config.inputs != "token" and config.target_hidden_size != config.hidden_size:
+    if config.kind == "eagle" and config.target_hidden_size != config.hidden_size:
         return None
     library = library or find_library()[0]
     if library is None:
