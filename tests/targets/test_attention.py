@@ -51,10 +51,11 @@ def test_a_joined_decoder_equals_the_reference(family: str, rows: Sequence[int],
 def test_joined_weights_are_stored_once_and_follow_their_parts() -> None:
     target = joined("qwen2")
     attention = target.layers[0].self_attn
-    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.joined.weight.untyped_storage().data_ptr()
+    product = attention.joined.product.keywords
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == product["weight"].untyped_storage().data_ptr()
     assert target.state_dict().keys() == tiny.decoder("qwen2").state_dict().keys()
     attention.v_proj.bias.data += 1
-    assert torch.equal(attention.joined.bias[-24:], attention.v_proj.bias)
+    assert torch.equal(product["bias"][-24:], attention.v_proj.bias)
     assert target.to(torch.float32).layers[0].self_attn.joined is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -73,17 +74,12 @@ class Joined(NamedTuple):
     """Several linears that read the same input, as one.
 
     Attributes:
-        weight: (sum of the outputs, inputs).
-        bias: (sum of the outputs,) or None.
+        product: (…, inputs) → (…, sum of the outputs).
         norms: (heads + kv_heads, head_dim) weights of the norms of q and k, or None.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    product: Callable[[Tensor], Tensor]
     norms: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
 
 
 def join(*linears: nn.Linear) -> Joined:
@@ -96,7 +92,7 @@ def join(*linears: nn.Linear) -> Joined:
     if bias is not None:
         for linear, part in zip(linears, torch.split(bias, sizes), strict=True):
             linear.bias = nn.Parameter(part, requires_grad=linear.bias.requires_grad)
-    return Joined(weight, bias)
+    return Joined(partial(nn.functional.linear, weight=weight, bias=bias))
 
 
 class Joinable(nn.Module):
@@ -136,9 +132,9 @@ class Attention(Joinable):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.has_qk_norm = config.qk_norm
 
-    def join(self) -> None:
+    def join(self, by: Callable[..., Joined] = join) -> None:
         """Computes q, k and v in one product from now on, where `attention.attention_output` runs fused."""
-        self.joined = join(self.q_proj, self.k_proj, self.v_proj)
+        self.joined = by(self.q_proj, self.k_proj, self.v_proj)
         if self.has_qk_norm:
             norms = ((self.q_norm, self.num_heads), (self.k_norm, self.num_kv_heads))
             self.joined = self.joined._replace(norms=torch.cat([norm.weight.expand(n, -1) for norm, n in norms]))
@@ -146,7 +142,7 @@ class Attention(Joinable):
     def qkv_heads(self, x: Tensor) -> Tensor:
         """q, k and v before norms and rotation: (B, T, heads + 2 · kv_heads, head_dim)."""
         if self.joined is not None:
-            flat = self.joined(x)
+            flat = self.joined.product(x)
         else:
             flat = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
         return flat.view(*x.shape[:2], -1, self.head_dim)
@@ -195,14 +191,14 @@ class GatedMLP(Joinable):
         self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
         self.tanh_gelu = config.activation == "gelu_pytorch_tanh"
 
-    def join(self) -> None:
+    def join(self, by: Callable[..., Joined] = join) -> None:
         """Computes gate and up in one product from now on."""
-        self.joined = join(self.gate_proj, self.up_proj)
+        self.joined = by(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, H) → (…, H)."""
         if self.joined is not None:
-            gate, up = self.joined(x).chunk(2, dim=-1)
+            gate, up = self.joined.product(x).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         gate = nn.functional.gelu(gate, approximate="tanh") if self.tanh_gelu else nn.functional.silu(gate)

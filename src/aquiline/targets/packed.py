@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from aquiline.targets.layers import Attention, GatedMLP, Joined
+
 _OPS: Any = torch.ops.mkldnn
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,12 +32,14 @@ def packable(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """The packed copy of a linear."""
+    """The packed copy of linears that read the same input; their outputs are concatenated."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self._weight: Tensor = _OPS._reorder_linear_weight(linear.weight.detach().contiguous(), None)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self._weight: Tensor = _OPS._reorder_linear_weight(weight, None)
+        biases: list[Tensor] = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
@@ -62,9 +66,17 @@ def packed(module: M) -> M | None:
 
 
 def _copied(module: M) -> M:
-    result = copy.copy(module)
+    result, joined = copy.copy(module), set[nn.Module]()
+
+    def join(*linears: nn.Linear) -> Joined:
+        joined.update(linears)
+        return Joined(PackedLinear(*linears))
+
+    if isinstance(result, Attention | GatedMLP):
+        result.join(join)
     result._modules = {
         name: PackedLinear(child) if isinstance(child, nn.Linear) else child and _copied(child)
         for name, child in module._modules.items()
+        if child not in joined
     }
     return result
