@@ -55,16 +55,10 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         "threads": torch.get_num_threads(),
         "instructions": capability,
         "bfloat16 matrix products": bool(bf16),
-<<<<<<< HEAD
-        "packed path, bfloat16": packable(torch.bfloat16, torch.device("cpu")),
-        "packed path, float32": packable(torch.float32, torch.device("cpu")),
-        "cuda": _on_gpu("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else False,
-        "mps": _on_gpu("mps", platform.machine()) if torch.backends.mps.is_available() else False,
-=======
         "native kernels": why if library else False,
         **{f"path, {name}": _path(library, name) for name in ("bfloat16", "float32")},
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else False,
->>>>>>> 0ecab22 (Decoders and EAGLE networks run on the native kernels; without them, the reference with packed linears)
+        "cuda": _on_gpu("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else False,
+        "mps": _on_gpu("mps", platform.machine()) if torch.backends.mps.is_available() else False,
         "extras": [name for name in ("accelerate", "pyarrow", "datasets", "llguidance", "shtab") if _installed(name)],
     }
     return facts, [*([] if library else [f"the native kernels do not run: {why}"]), *_advice(facts)]
@@ -100,16 +94,11 @@ def _advice(facts: dict[str, Any]) -> list[str]:
     lines = []
     if not facts["bfloat16 matrix products"]:
         lines.append("this processor lacks fast bfloat16: the default is float32, which is about half as fast")
-<<<<<<< HEAD
-    if not facts["packed path, float32"]:
-        lines.append("this PyTorch build lacks prepacked kernels: the slower reference path runs")
     if facts["cuda"] or facts["mps"]:
         lines.append(
             "GPUs were only checked on a pretended device: compare outputs with --device cpu, and measure with "
             "benchmarks/gpu.py of the repository"
         )
-=======
->>>>>>> 0ecab22 (Decoders and EAGLE networks run on the native kernels; without them, the reference with packed linears)
     if facts["threads"] != facts["cores"]:
         lines.append(
             f"PyTorch uses {facts['threads']} threads on {facts['cores']} cores; set --threads or OMP_NUM_THREADS"

@@ -62,7 +62,7 @@ class Padded:
     """
 
     def __init__(self, model: Target, vocab_size: int) -> None:
-        self.model, self.dtype, self.device = model, model.dtype, model.device
+        self.model, self.dtype, self.device, self.exact = model, model.dtype, model.device, model.exact
         self.shape = replace(model.shape, vocab_size=vocab_size)
         self.new_cache = model.new_cache
 

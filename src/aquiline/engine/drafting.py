@@ -133,11 +133,7 @@ def head_drafter(
     published = "published " if isinstance(head.contents, StoredHeads) and head.contents.published else ""
     name = f"{head.path.name} ({published}{head.kind.replace('-', ' ')})"
     if head.kind == "small-model":
-<<<<<<< HEAD
-        return _small_model(head, tree, target, path), name
-=======
-        return _small_model(head, tree, target, packed), name
->>>>>>> 0ecab22 (Decoders and EAGLE networks run on the native kernels; without them, the reference with packed linears)
+        return _small_model(head, tree, target, path, packed), name
     if head.kind in ("medusa", "hydra"):
         return _parallel(head, tree, target), name
     return _eagle(head, tree, target, packed), name
@@ -207,14 +203,15 @@ def _parallel(head: Head, tree: TreePolicy | None, target: Target) -> Drafter:
     return ParallelDrafter(heads_from_stored(head.contents, target.dtype, target.device), target, tree)
 
 
-<<<<<<< HEAD
-def _small_model(head: Head, tree: TreePolicy | None, target: Target, path: Path | None) -> Drafter:
+def _small_model(head: Head, tree: TreePolicy | None, target: Target, path: Path | None, packed: bool) -> Drafter:
     from aquiline.drafters.small_model import SmallModel
+    from aquiline.engine.opening import fast_form
     from aquiline.targets.loading import load_target, target_shape
 
     assert isinstance(tree, Chain | None)
     _compare_tokens(head.path, path, target_shape(head.path), target.shape)
-    return SmallModel(load_target(head.path, target.dtype, target.device), target, tree)
+    model = load_target(head.path, target.dtype, target.device)
+    return SmallModel(fast_form(model, True) if packed else model, target, tree)
 
 
 def _compare_tokens(draft: Path, target: Path | None, model: TargetShape, wanted: TargetShape) -> None:
@@ -242,13 +239,3 @@ def _compare_tokens(draft: Path, target: Path | None, model: TargetShape, wanted
         )
     if odd:
         logger.warning("%d tokens of %s differ from the target's, such as %r", len(odd), draft, mine[odd[0]])
-=======
-def _small_model(head: Head, tree: TreePolicy | None, target: Target, packed: bool) -> Drafter:
-    from aquiline.drafters.small_model import SmallModel
-    from aquiline.engine.opening import fast_form
-    from aquiline.targets.loading import load_target
-
-    assert isinstance(tree, Chain | None)
-    model = load_target(head.path, target.dtype, target.device)
-    return SmallModel(fast_form(model, True) if packed else model, target, tree)
->>>>>>> 0ecab22 (Decoders and EAGLE networks run on the native kernels; without them, the reference with packed linears)
