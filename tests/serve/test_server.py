@@ -390,6 +390,16 @@ def test_web_pages_elsewhere_cannot_drive_it(model: Loaded, headers: dict[str, s
         assert asked[0] == (204 if allowed else 403)
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "status"),
+    [("10.1.2.3:8000", None, 200), ("evil.example", None, 403), ("evil.example", "secret", 200), ("", None, 403)],
+)
+def test_a_server_for_other_machines(model: Loaded, host: str, key: str | None, status: int) -> None:
+    """Addresses are safe: a page elsewhere has a name. So is a key, which such a page cannot know."""
+    with serving(model, host="0.0.0.0", api_key=key) as public:
+        assert public.ask(TEXT, {"prompt": "x"}, Host=host, Authorization=f"Bearer {key}")[0] == status
+
+
 def test_errors_and_logs_name_no_path_and_no_prompt(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "(default: chosen by the device)",
     )
     add_machine_options(group)
-    group.add_argument("--rows", type=int, default=8, help="requests that decode together (default: 8)")
+    group.add_argument(
+        "--rows", "--max-rows", dest="rows", type=int, default=8, help="requests that decode together (default: 8)"
+    )
     group.add_argument(
         "--lossy",
         metavar="RULE",

@@ -83,6 +83,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         check_value("--cors", origin, good, "an origin such as https://example.org, without a path")
     # A folder's name is enough: its path is nobody's business.
     name = arguments.served_model_name or PurePath(arguments.target).name
+    if key is None and arguments.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("anyone who reaches %s may use this server; set --api-key", arguments.host)
     settings = ServerSettings(
         arguments.host, arguments.port, name, key, origins, arguments.max_queue, arguments.timeout
     )
