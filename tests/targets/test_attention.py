@@ -90,3 +90,14 @@ def test_a_layer_takes_few_kernels(family: str, width: int, limit: int) -> None:
             totals.append(counts.kernels.total())
         assert (totals[0] - totals[1]) / 6 <= limit
         assert head_on(tiny.head("eagle3", dtype=torch.float32), DEVICE).network.fc.weight.device == DEVICE
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["reference", "joined"])
+def test_a_forward_is_one_graph(fused: bool) -> None:
+    target = joined("llama", torch.float32) if fused else tiny.decoder("llama", torch.float32)
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        found = torch._dynamo.explain(target.forward)(
+            tokens, depths(PARENTS[:1]), ancestors(PARENTS[:1]), target.new_cache(1, 64), [0]
+        )
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons

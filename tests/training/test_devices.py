@@ -49,6 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_equal_those_on_the_cpu(base: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"kind": kind, "total_positions": 180, "warmup_positions": 60}
+    monkeypatch.setattr(training_run, "FUSION_POSITIONS", 60)  # an EAGLE-1 head is fitted first
     train(tiny_settings(base, f"{kind}-here", **settings))
     alone = training_run.start_processes()
     monkeypatch.setattr(training_run, "start_processes", lambda: _Away(alone))
