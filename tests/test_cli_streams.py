@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +112,58 @@ def test_only_a_line_feed_ends_a_line(aquiline: Any, base: Path, monkeypatch: py
     monkeypatch.setattr("sys.stdin", io.StringIO("one\x0ctwo\nthree\n"))
     result = aquiline("generate", "--file", "-", "--json", *WORDS)
     assert [json.loads(line)["prompt"] for line in result.out.split("\n")[:-1]] == ["one\x0ctwo", "three"]
+
+
+def test_a_character_that_the_encoding_lacks_is_escaped(aquiline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="cp1252"))
+    assert aquiline("generate", "Ö 😀", "--json", *WORDS).code == 0
+    assert b'"prompt": "\xd6 \\U0001f600"' in raw.getvalue()
+
+
+def test_a_closed_standard_output_is_refused(aquiline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    result = aquiline("generate", "Hi", *WORDS)
+    assert result.code == 2 and "standard output is closed; redirect" in result.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_standard_output_is_named(aquiline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with suppress(OSError), open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        result = aquiline("generate", "Hi", *WORDS)
+        assert result.code == 1 and "standard output: No space left" in result.err
+
+
+def test_a_reader_that_has_enough_is_no_failure(base: Path) -> None:
+    words = ["generate", "Hi", *map(str, WORDS), "--json"]
+    code = f"from aquiline.cli import main; raise SystemExit(main({words!r}))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=base, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_a_file_in_utf16_and_a_null_prompt(aquiline: Any, base: Path) -> None:
+    record = {"prompt": None, "messages": [{"role": "user", "content": "Hé"}]}
+    (base / "wide.jsonl").write_bytes(json.dumps(record).encode("utf-16"))
+    assert (
+        json.loads(aquiline("generate", "--file", "wide.jsonl", "--json", *WORDS).out)["prompt"] == record["messages"]
+    )
+
+
+def test_variables_of_the_template_and_tools(aquiline: Any, base: Path) -> None:
+    for words, part in (
+        (("--chat-template-kwargs", '{"enable_thinking": false}'), "no setting 'enable_thinking'"),
+        (("--chat-template-kwargs", "[1]"), "allowed: a JSON object"),
+        (("--tools", "none.json"), "none.json"),
+    ):
+        result = aquiline("generate", "Hi", *WORDS, *words)
+        assert result.code == 2 and part in result.err
+    (base / "tools.json").write_text('[{"name": "add"}]')
+    assert "does not use tools" in aquiline("generate", "Hi", *WORDS, "--tools", "tools.json").err
 
 
 class Terminal(io.StringIO):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import aquiline
+from aquiline.models.files import naming
 
 COMMANDS = {
     "generate": "generate text",
@@ -79,9 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None uses those of the process.
 
     Returns:
-        0 for success; 2 for invalid arguments or input files; 1 for any other failure; 130 after
-        Ctrl-C.
+        0 for success, also if the reader of standard output closed it early; 2 for invalid arguments or input
+        files; 1 for any other failure; 130 after Ctrl-C.
     """
+    if sys.stdout is None:  # `>&-`: the answer would be lost
+        return _explain(ValueError("standard output is closed; redirect it to a file or to /dev/null"))
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal's encoding lacks appears as an escape; it does not cost the answer.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     # OpenMP threads spin for milliseconds between parallel regions, which starves the working thread
     # when other processes need the cores. This must be set before torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -95,14 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         Parser(prog=f"aquiline {arguments.command}").error(f"unknown arguments: {' '.join(unknown)}")
     try:
         with _notices(arguments.quiet):
-            return int(import_module(f"aquiline.commands.{arguments.command}").run(arguments) or 0)
+            code = int(import_module(f"aquiline.commands.{arguments.command}").run(arguments) or 0)
+            with naming(Path("standard output")):
+                sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader closed the pipe: discard the rest, including what Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 0
     except Exception as error:
         if arguments.debug:
             raise
@@ -150,6 +162,8 @@ def _explain(error: Exception) -> int:
         code = 2
     elif isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, RecursionError):
+        message, code = "an input is nested too deeply; --debug shows where", 2
     elif not isinstance(error, RuntimeError | OSError):
         message = f"{type(error).__name__}: {message} (a bug; --debug shows where)"
     print(f"error: {message}", file=sys.stderr)

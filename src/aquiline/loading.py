@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,8 @@ class Loaded:
         params: SamplingParams | None = None,
         *,
         raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Any:
         """Generates for one prompt or a list of them.
@@ -72,6 +74,8 @@ class Loaded:
                 ids, or a list of these, which decodes as one batch.
             params: settings; None uses the model's defaults (greedy unless it specifies otherwise).
             raw: do not apply the chat template to text.
+            tools: descriptions of tools, for the chat template.
+            chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
             **settings: fields of `SamplingParams` that override `params`.
 
         Returns:
@@ -79,7 +83,8 @@ class Loaded:
             in order.
         """
         many = _is_batch(prompt)
-        requests = self._requests(prompt, params, raw, settings)
+        template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        requests = self._requests(prompt, params, raw, template, settings)
         outputs = generate_requests(self.engine, requests)
         return outputs if many or len(outputs) > 1 else outputs[0]
 
@@ -89,21 +94,41 @@ class Loaded:
         params: SamplingParams | None = None,
         *,
         raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, but yields events as tokens are emitted; closing the iterator stops it."""
-        return stream_requests(self.engine, self._requests(prompt, params, raw, settings))
+        template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        return stream_requests(self.engine, self._requests(prompt, params, raw, template, settings))
 
-    def chat(self, system: str | None = None) -> ChatSession:
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatSession:
         """Starts a conversation that keeps its keys and values across turns."""
-        return ChatSession(self.engine, system=system, defaults=self.defaults)
+        return ChatSession(
+            self.engine,
+            system=system,
+            defaults=self.defaults,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def plain(self) -> Loaded:
         """Returns the same target without drafts, sharing the weights."""
         return replace(self, engine=replace(self.engine, drafter=None, lossy=None), draft_name="plain")
 
     def _requests(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None, raw: bool, settings: dict[str, Any]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | None,
+        raw: bool,
+        template: dict[str, Any],
+        settings: dict[str, Any],
     ) -> list[Request]:
         params = merged_params(params, self.defaults, settings)
         flag("raw", raw)
@@ -111,7 +136,7 @@ class Loaded:
         requests = []
         for index, item in enumerate(prompts):
             with naming_prompt(index, len(prompts)):
-                requests.append(Request(encode_prompt(self.engine.tokenizer, item, raw=raw), params))
+                requests.append(Request(encode_prompt(self.engine.tokenizer, item, raw=raw, **template), params))
         return requests
 
 

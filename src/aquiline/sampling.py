@@ -41,6 +41,7 @@ class SamplingParams:
         logprobs: None for none, else the number of alternatives to report in addition to each
             emitted token's log-probability (float32, before temperature and processors).
         n: outputs per prompt, ≥ 1.
+        skip_special_tokens: leave special tokens out of the text; a token that ends the output never has text.
         logits_processors: Hugging Face processors; they run in order, on visited nodes only, each
             with that node's own prefix.
     """
@@ -61,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    skip_special_tokens: bool = True
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,6 +103,7 @@ class SamplingParams:
             "logits_processors", self.logits_processors, usable, "several callables (input_ids, scores) → scores"
         )
         flag("ignore_eos", self.ignore_eos)
+        flag("skip_special_tokens", self.skip_special_tokens)
         settled |= {"stop": stop, "stop_token_ids": ids, "logit_bias": bias, "logits_processors": processors}
         for name, value in settled.items():
             object.__setattr__(self, name, value)

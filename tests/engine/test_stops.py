@@ -58,6 +58,18 @@ def test_pieces_join_to_the_tokenizers_decoding(name: str, data: st.DataObject) 
     assert text + detokenizer.finish() == decode(tokenizer, tokens)
 
 
+def test_special_tokens_can_be_kept() -> None:
+    tokenizer = every_byte()
+    tokens = [1, *tokenizer("a<eos>b")["input_ids"]]
+    for skip, text in ((True, "ab"), (False, "<turn>a<eos>b")):
+        detokenizer = Detokenizer(tokenizer, skip)
+        pieces = []
+        for token in tokens:
+            detokenizer.add(token)
+            pieces.append(detokenizer.release())
+        assert "".join(pieces) + detokenizer.finish() == text == tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
 def test_a_special_token_does_not_end_a_run_of_bytes() -> None:
     """Decoding skips special tokens first, so the bytes on both sides make one character."""
     tokenizer = byte_fallback()

@@ -172,22 +172,23 @@ def test_a_diverged_run_says_what_can_be_done(base: Path, kind: str, saved: bool
         train(dataclasses.replace(settings, lr=math.inf, muon_lr=0.0), overwrite=True)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_no_success(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`aquiline train … && aquiline export …` must not go on with half a head."""
     step = trainer.optimiser_step
 
     def interrupted(run_: Any) -> StepReport:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         return step(run_)
 
     monkeypatch.setattr(trainer, "optimiser_step", interrupted)
-    command = ["train", str(base / "set"), "--target", str(base / "target"), "--output", str(base / "cut")]
+    command = ["train", str(base / "set"), "--target", str(base / "target"), "--output", str(base / number.name)]
     command += ["--draft-vocab-size", "60", "--max-length", "64", "--batch-positions", "60", "--workers", "1"]
     command += ["--total-positions", "300", "--dtype", "float32"]
-    assert main(command) == 128 + signal.SIGTERM
+    assert main(command) == 128 + number
     assert "--resume" in capsys.readouterr().out
     monkeypatch.undo()
     assert main([*command, "--resume"]) == 0
-    assert torch.load(base / "cut" / "checkpoint.pt", weights_only=True)["progress"][1] >= 300
+    assert torch.load(base / number.name / "checkpoint.pt", weights_only=True)["progress"][1] >= 300

@@ -14,11 +14,14 @@ from aquiline.commands.common import (
     MODEL_OPTIONS,
     add_model_options,
     add_sampling_options,
+    add_template_options,
+    add_tools_option,
     given_settings,
     load_model,
     output_record,
     params_of,
     refuse_given,
+    template_arguments,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from aquiline.sampling import SamplingParams
     from aquiline.serve.client import RemoteChat
 
-_LOCAL = {"target": "smollm2", "draft": "auto", "n": None, **MODEL_OPTIONS}
+_LOCAL = {"target": "smollm2", "draft": "auto", "n": None, "tools": None, "chat_template_kwargs": None, **MODEL_OPTIONS}
 """Options without effect on a server's model → default."""
 
 _REMOTE = {"model": None, "api_key": None}
@@ -41,6 +44,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--url", help="talk to a server with OpenAI's API instead of loading a model")
     server.add_argument("--model", metavar="NAME", help="with --url: the model (default: the first that it lists)")
     server.add_argument("--api-key", help="with --url: the server's key (default: AQUILINE_API_KEY, else none)")
+    add_template_options(parser)
+    add_tools_option(parser)
     add_model_options(parser)
     add_sampling_options(parser)
 
@@ -75,9 +80,10 @@ def _answer_of(arguments: argparse.Namespace) -> Callable[[str], None]:
     """Returns what prints the answer to a turn: a model of this process, or a server's."""
     if arguments.url is None:
         refuse_given(arguments, _REMOTE, "a model of this process", "add --url")
+        template = template_arguments(arguments)
         loaded = load_model(arguments)
         params = params_of(arguments, loaded)
-        session = loaded.chat(system=arguments.system)
+        session = loaded.chat(system=arguments.system, **template)
         return lambda line: _answer(session, line, params, arguments.json)
     from aquiline.sampling import SamplingParams
     from aquiline.serve.client import RemoteChat

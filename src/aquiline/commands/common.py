@@ -145,6 +145,67 @@ def refuse_given(arguments: argparse.Namespace, defaults: dict[str, Any], where:
             raise ValueError(f"{flag} has no effect with {where}; {remedy}")
 
 
+def add_template_options(parser: Any) -> None:
+    """Adds the options for the chat template."""
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="variables of the chat template, like '{\"enable_thinking\": false}'",
+    )
+
+
+def template_settings(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Parses --chat-template-kwargs.
+
+    Raises:
+        ValueError: if it is not a JSON object.
+    """
+    import json
+
+    text = arguments.chat_template_kwargs
+    if text is None:
+        return None
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--chat-template-kwargs {text!r} is not JSON ({error}); give an object") from error
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"--chat-template-kwargs is {text!r}; allowed: a JSON object like '{{\"enable_thinking\": false}}'"
+        )
+    return settings
+
+
+def add_tools_option(parser: Any) -> None:
+    """Adds --tools."""
+    parser.add_argument("--tools", metavar="FILE", help="JSON list of the tools that the chat template describes")
+
+
+def read_tools(file: str | None) -> list[Any] | None:
+    """Reads the file of --tools.
+
+    Raises:
+        ValueError: if it cannot be read, or holds something other than a list of objects.
+    """
+    import json
+    from pathlib import Path
+
+    if file is None:
+        return None
+    try:
+        tools = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--tools {file!r} cannot be read ({error}); give a JSON list of tools") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"--tools {file!r} holds no list of objects; give OpenAI's form of tools")
+    return tools
+
+
+def template_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what --tools and --chat-template-kwargs say, as arguments of `Loaded.stream` and `Loaded.chat`."""
+    return {"tools": read_tools(arguments.tools), "chat_template_kwargs": template_settings(arguments)}
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Adds the fields of `SamplingParams`; omitted options keep the model's defaults."""
     group = parser.add_argument_group("sampling")
@@ -164,6 +225,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=kind, help=text)
     group.add_argument("--stop", action="append", help="string that ends the output (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end tokens")
+    group.add_argument(
+        "--keep-special-tokens",
+        dest="skip_special_tokens",
+        action="store_false",
+        default=None,
+        help="print special tokens too",
+    )
 
 
 def parse_lossy(text: str | None) -> Any:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from aquiline.commands.common import (
     add_model_options,
     add_sampling_options,
+    add_template_options,
+    add_tools_option,
     load_model,
     output_record,
     params_of,
+    template_arguments,
 )
 from aquiline.commands.prompts import read_prompts
 
@@ -30,6 +33,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object per output")
     parser.add_argument("--profile", action="store_true", help="print the time spent in each phase")
+    add_template_options(parser)
+    add_tools_option(parser)
     add_model_options(parser)
     add_sampling_options(parser)
 
@@ -37,13 +42,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; prints each output as soon as it and all earlier ones are finished."""
     prompts = read_prompts(arguments.prompt, arguments.file)
+    template = template_arguments(arguments)
     loaded = load_model(arguments)
     params = params_of(arguments, loaded)
     single = len(prompts) == 1 and params.n == 1
     order = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
     outputs: dict[tuple[int, int], GenerationOutput] = {}
     shown = 0
-    for event in loaded.stream(prompts, params, raw=arguments.raw):
+    for event in loaded.stream(prompts, params, raw=arguments.raw, **template):
         if single and not arguments.json:
             print(event.text, end="", flush=True)
         if event.output is not None:

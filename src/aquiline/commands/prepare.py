@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aquiline.commands.common import add_setting_options, given_settings
+from aquiline.commands.common import add_setting_options, add_template_options, given_settings, template_settings
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, help="folder of the training set; a .jsonl file with --regenerate")
     parser.add_argument("--target", default="smollm2", help="whose tokenizer and template (default: smollm2)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the tokenizer's own")
+    add_template_options(parser)
     add_setting_options(parser, PrepareSettings, set(meanings(PrepareSettings)))
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--json", action="store_true", help="machine-readable report")
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.regenerate:
         if arguments.chat_template:
             raise ValueError("--chat-template has no effect with --regenerate, which asks the target; leave it out")
+        if arguments.endpoint and arguments.chat_template_kwargs:
+            raise ValueError("--chat-template-kwargs has no effect with --endpoint; configure the server")
         return _regenerate(arguments)
     if arguments.endpoint:
         raise ValueError("--endpoint has no effect without --regenerate; add it or drop the endpoint")
@@ -67,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output,
         **dataclasses.asdict(PrepareSettings(**given_settings(arguments, PrepareSettings))),
         chat_template=_template(arguments.chat_template),
+        chat_template_kwargs=template_settings(arguments),
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
     )
@@ -131,6 +135,7 @@ def _local(arguments: argparse.Namespace) -> Any:
     from aquiline.sampling import SamplingParams
     from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 
+    settings = template_settings(arguments)
     # Large batches are bound by arithmetic: a draft would only add to it.
     loaded = load(arguments.target, None, max_rows=arguments.rows)
 
@@ -143,7 +148,7 @@ def _local(arguments: argparse.Namespace) -> Any:
         limit = loaded.target.shape.max_positions
         for index, request in enumerate(requests):
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
-            tokens = encode_prompt(loaded.engine.tokenizer, messages)
+            tokens = encode_prompt(loaded.engine.tokenizer, messages, chat_template_kwargs=settings)
             if len(tokens) + sampling.max_new_tokens <= limit:
                 params = SamplingParams(
                     max_new_tokens=sampling.max_new_tokens,

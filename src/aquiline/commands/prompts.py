@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,10 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
         try:
             # Some editors start a file with a byte order mark, which is not part of the text.
             # Not `splitlines`: a U+2028 in a JSON string, or a form feed in a text, does not end a line.
-            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
+            path = Path(file).expanduser()
+            with path.open("rb") as stream:
+                wide = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            lines = path.read_text(encoding="utf-16" if wide else "utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--file {file!r} cannot be read ({error}); give a UTF-8 text file") from error
         kind = Path(file).suffix.lower()
@@ -70,8 +74,10 @@ def _json_prompt(file: str, number: int, line: str) -> Any:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}, line {number}: not usable JSON ({error})") from error
     if isinstance(value, dict):
-        value = value.get("prompt", value.get("messages"))
+        value = value.get("prompt") or value.get("messages")
     if not value or not isinstance(value, str | list):
         raise ValueError(
             f"{file}, line {number}: no prompt; allowed: a text, a list of messages, a list of token ids, or an object "

@@ -26,6 +26,8 @@ class ChatSession:
         system: system prompt.
         messages: a conversation to continue, with "role" and "content".
         defaults: settings for answers without their own; `n` must be 1.
+        tools: descriptions of tools, for the chat template.
+        chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
         ValueError: if the tokenizer has no chat template, or n is not 1.
@@ -38,6 +40,8 @@ class ChatSession:
         system: str | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
         defaults: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(engine.tokenizer, "chat_template", None):
             raise ValueError("a chat needs a tokenizer with a chat template; use an instruction-tuned model")
@@ -47,6 +51,7 @@ class ChatSession:
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         if system is not None:
             self.messages.insert(0, {"role": "system", "content": system})
+        self._template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         self._batch: Batch | None = None
         self._answering = False
 
@@ -78,7 +83,7 @@ class ChatSession:
         check_kind("the message", message, isinstance(message, str), "a text")
         params = _single(merged_params(params, self.defaults, settings))
         turn = {"role": "user", "content": message}
-        tokens = encode_prompt(self.engine.tokenizer, [*self.messages, turn])
+        tokens = encode_prompt(self.engine.tokenizer, [*self.messages, turn], **self._template)
         room = self.engine.target.shape.max_positions - len(tokens)
         if room < max(1, params.min_new_tokens) and self.messages:
             raise ValueError(

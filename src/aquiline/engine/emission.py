@@ -51,7 +51,9 @@ class Emission:
             for token in (special[stop] for stop in params.stop if stop in special):
                 self._ends[token] = "stop"
         self._budget = min(params.max_new_tokens, engine.target.shape.max_positions - len(prompt))
-        self._detokenizer = Detokenizer(engine.tokenizer) if engine.tokenizer is not None else None
+        self._detokenizer = (
+            Detokenizer(engine.tokenizer, params.skip_special_tokens) if engine.tokenizer is not None else None
+        )
         self._scanner = StopScanner(params.stop) if params.stop else None
         self._token_ids: list[int] = []
         self._reported = 0  # tokens in events so far

@@ -17,7 +17,7 @@ _REPLACEMENT = "\ufffd"
 class Detokenizer:
     """Decodes tokens incrementally; the pieces join to the tokenizer's own decoding.
 
-    Special tokens have no text. Decoding works on a short window: the tokens since the text last
+    Special tokens have no text, unless they are kept. Decoding works on a short window: the tokens since the text last
     ended in a whole character, preceded by the tokens before that point as context, because some
     decoders treat the first token of a text differently. Characters that later tokens may still
     change are held back: the bytes of an incomplete UTF-8 character, and runs of byte-fallback
@@ -25,11 +25,13 @@ class Detokenizer:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
+        skip_special: leave special tokens out.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    def __init__(self, tokenizer: Any, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = special if skip_special else set()
         self._bytes = _byte_fallback_ids(tokenizer)
         self._context: list[int] = []
         self._pending: list[int] = []
@@ -65,7 +67,9 @@ class Detokenizer:
         return piece
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
+        )
         return text
 
 

@@ -129,9 +129,17 @@ def _is_there(run: Run, checkpoint: Path) -> bool:
     return bool(here)
 
 
+def _ending() -> Iterator[signal.Signals]:
+    """Yields the signals that end a run; not SIGHUP where `nohup` has the process ignore it."""
+    yield from (signal.SIGTERM, signal.SIGINT)
+    lost = getattr(signal, "SIGHUP", None)  # Windows has none
+    if lost is not None and signal.getsignal(lost) is not signal.SIG_IGN:
+        yield lost
+
+
 @contextmanager
 def _stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop` with their name, so that the loop can end after its present step."""
+    """SIGTERM, SIGINT and SIGHUP (a lost terminal) call `stop` with their name; the loop then ends after its step."""
 
     def handle(number: int, frame: object) -> None:
         name = signal.Signals(number).name
@@ -140,7 +148,7 @@ def _stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
         stop(name)
 
     try:
-        previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        previous = {s: signal.signal(s, handle) for s in _ending()}
     except ValueError:  # not the main thread: whoever runs us handles signals
         previous = {}
     try:
