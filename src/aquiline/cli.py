@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import aquiline
-from aquiline.models.files import naming
 
 COMMANDS = {
     "generate": "generate text",
@@ -105,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _notices(arguments.quiet):
             code = int(import_module(f"aquiline.commands.{arguments.command}").run(arguments) or 0)
+            from aquiline.models.files import naming
+
             with naming(Path("standard output")):
                 sys.stdout.flush()
             return code

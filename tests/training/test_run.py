@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from aquiline.cli import main
+from aquiline.models.files import locked
 from aquiline.training import feature_folder
 from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import SplitCounts, SplitWriter, open_training_set
 from aquiline.training.loop import TrainingDiverged, train
-from aquiline.training.metrics import StepReport
+from aquiline.training.metrics import StepReport, append_metrics
 from aquiline.training.run import positions_to_keep
 from aquiline.training.settings import KINDS, TrainSettings
 from aquiline.training.stream import open_sets
@@ -170,6 +172,19 @@ def test_a_diverged_run_says_what_can_be_done(base: Path, kind: str, saved: bool
     words = f"checkpoint is good: .*{start}.*--lr" if saved else "Nothing was saved yet.*--lr"
     with pytest.raises(TrainingDiverged, match=words):
         train(dataclasses.replace(settings, lr=math.inf, muon_lr=0.0), overwrite=True)
+
+
+def test_a_run_has_one_writer(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", str(base / "set"), "--target", str(base / "target"), "--output", str(base / "held")]
+    with locked(base / "held"):
+        assert main(command) == 2
+    assert f"pid {os.getpid()}" in capsys.readouterr().err and not (base / "held").exists()
+
+
+def test_a_log_line_that_does_not_fit_costs_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # stands for any failed write
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl lacks a line .*make room"):
+        append_metrics(tmp_path, {"step": 1})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

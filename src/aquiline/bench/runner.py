@@ -23,6 +23,7 @@ from aquiline.bench.settings import BenchSettings, identity
 from aquiline.bench.tasks import Question, load_questions, task_name
 from aquiline.engine.text import encode_prompt
 from aquiline.loading import load
+from aquiline.models.files import locked
 
 logger = logging.getLogger("aquiline")
 
@@ -80,10 +81,15 @@ def run_bench(settings: BenchSettings, bed: Bed | None = None, *, quiet: bool = 
 
     Raises:
         ValueError: unknown names, malformed files, missing heads, nothing to measure, or an output
-            folder that holds a run with other settings.
+            folder that holds a run with other settings, or that another process writes.
         WrongTokens: a method's greedy output differs from plain decoding's beyond what rounding
             explains; the report is written first.
     """
+    with locked(Path(settings.output)):
+        return _run_bench(settings, bed, quiet)
+
+
+def _run_bench(settings: BenchSettings, bed: Bed | None, quiet: bool) -> BenchReport:
     questions = load_questions(settings.questions, settings.tasks, settings.per_task)
     specs = check_methods([*settings.methods, *(m for m in settings.try_methods if m not in settings.methods)])
     if settings.threads is not None:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from aquiline.drafters.eagle_network import HeadConfig, Network, build_network
+from aquiline.models.files import locked
 from aquiline.training.card import write_card
 from aquiline.training.features import add_features, conversation_key, features_ahead
 from aquiline.training.learners.learner import Example, gradients, refresh
@@ -76,12 +77,19 @@ def train(
         build: makes the network of a new EAGLE head; a subclass of a public network trains a variant of it.
 
     Raises:
-        ValueError: for settings, data or a checkpoint that do not fit together, and for a checkpoint that
-            is there if neither argument says what to do with it.
+        ValueError: for settings, data or a checkpoint that do not fit together, for a checkpoint that is there if
+            neither argument says what to do with it, and for an output that another process writes.
         TrainingDiverged: at a loss that is not finite.
     """
+    output = Path(settings.output)
+    # Of the processes of one run, the first writes.
+    with locked(output) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        _make_output(output, resume=resume, overwrite=overwrite)
+        return _train(settings, resume, build)
+
+
+def _train(settings: TrainSettings, resume: bool, build: Callable[[HeadConfig], Network]) -> TrainReport:
     threads = torch.get_num_threads()
-    _make_output(Path(settings.output), resume=resume, overwrite=overwrite)
     run = start_run(settings, build)
     keep_freed_memory()  # not before: what loading freed goes back
     try:

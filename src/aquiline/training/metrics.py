@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,13 @@ def _log(run: Run, record: dict[str, Any], line: str) -> None:
 
 
 def append_metrics(output: Path, record: Mapping[str, Any]) -> None:
-    """Adds a line to a run's ``metrics.jsonl``, numbers to five digits."""
-    with (output / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({name: _rounded(value) for name, value in record.items()}) + "\n")
+    """Adds a line to a run's ``metrics.jsonl``, numbers to five digits; a full disk costs the line, not the run."""
+    path = output / "metrics.jsonl"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({name: _rounded(value) for name, value in record.items()}) + "\n")
+    except OSError as error:
+        warnings.warn(f"{path} lacks a line ({error}); make room, or the checkpoint may not fit either", stacklevel=2)
 
 
 def _rounded(value: Any) -> Any:
