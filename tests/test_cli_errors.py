@@ -107,6 +107,7 @@ def test_prompts(aquiline: Any, base: Path, case: str) -> None:
 
 
 def test_prompt_files(aquiline: Any, base: Path) -> None:
+    assert_refused(aquiline("generate", "Hi", "--prediction", "none.txt"), "--prediction 'none.txt' cannot be read")
     assert_refused(aquiline("generate", "--file", "missing.txt"), "'missing.txt' cannot be read", "UTF-8 text file")
     (base / "broken.jsonl").write_text('"fine"\n{"prompt": \n')
     assert_refused(aquiline("generate", "--file", "broken.jsonl"), "broken.jsonl, line 2: not JSON")

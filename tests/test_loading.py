@@ -37,6 +37,9 @@ def loaded(target: Path) -> aquiline.Loaded:
         ({"packed": "no"}, "packed is 'no'; allowed: True or False"),
         ({"packed": None}, "packed is None"),
         ({"adaptive": 1}, "adaptive is 1"),
+        ({"shared_lookup": None}, "shared_lookup is None"),
+        ({"shared_lookup": True}, "shared_lookup is True.*draft is None.*drop"),
+        ({"shared_lookup": True, "draft": "lookahead"}, "Lookahead.*use it alone"),
         ({"draft": ""}, "draft is ''; allowed: a name"),
         ({"draft": 5}, "draft is an? int; allowed"),
         ({"draft": aquiline.PromptLookup}, "draft is a type"),
@@ -193,3 +196,40 @@ def test_a_small_model_with_a_padded_vocabulary_drafts(more: int, tmp_path: Path
     (draft / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"no tokenizer\.json to compare"):
         aquiline.load(target, draft, dtype="float32")
+
+
+# -- texts to draft from -------------------------------------------------------------------------
+
+
+def test_a_prediction_is_drafted_from_and_changes_no_output(loaded: aquiline.Loaded) -> None:
+    plain = loaded.generate([3, 14, 15], max_new_tokens=40, ignore_eos=True)
+    wrong = [*plain.token_ids[:20], 1, 2, 1, *plain.token_ids[20:]]
+    for prediction in (plain.token_ids, wrong):
+        found = loaded.generate([3, 14, 15], prediction=prediction, max_new_tokens=40, ignore_eos=True)
+        assert found.token_ids == plain.token_ids
+        assert found.stats.steps <= 6 and found.stats.sources["prediction"] >= 34
+    assert plain.stats.sources == {"target": 40}
+    batch = loaded.generate([[3, 14, 15], [7, 9]], prediction=[1, 2], max_new_tokens=9, ignore_eos=True)
+    assert batch[0].token_ids == plain.token_ids[:9]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "words"), [(5, "prediction is a int.*token ids"), (b"x", "bytes"), ([1, "x"], "'x'.*integers")]
+)
+def test_rejected_predictions(loaded: aquiline.Loaded, prediction: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        loaded.generate([3], prediction=prediction)
+
+
+def test_prompts_run_again_draft_from_their_earlier_outputs(target: Path) -> None:
+    model = aquiline.load(target, "prompt-lookup", shared_lookup=True, adaptive=False)
+    prompts, settings = (
+        [[3, 14, 15], [9, 26, 5]],
+        {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0, "seed": 3},
+    )
+    first = model.generate(prompts, **settings)
+    again = model.generate(prompts, **settings)
+    plain = model.plain().generate(prompts, **settings)
+    assert [out.token_ids for out in again] == [out.token_ids for out in first] == [out.token_ids for out in plain]
+    assert all(out.stats.sources["shared"] > 60 for out in again)
+    assert sum(out.stats.steps for out in again) < sum(out.stats.steps for out in first) / 2.5

@@ -11,13 +11,14 @@ import torch
 
 from aquiline.checks import flag
 from aquiline.drafters.adaptive import Adaptive
-from aquiline.drafters.drafter import Drafter, Needs
+from aquiline.drafters.drafter import Drafter, Drafting, Needs
+from aquiline.drafters.requested import Prediction
 from aquiline.engine.chat import ChatSession
-from aquiline.engine.drafting import Tree, make_drafter, read_tree
+from aquiline.engine.drafting import Tree, make_drafter, read_tree, with_shared_lookup
 from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.opening import check_exact, fast_form, generation_defaults, open_target
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
-from aquiline.engine.text import Prompt, encode_prompt
+from aquiline.engine.text import Prompt, encode_expected, encode_prompt
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule
@@ -65,6 +66,7 @@ class Loaded:
         raw: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prediction: str | Sequence[int] | None = None,
         **settings: Any,
     ) -> Any:
         """Generates for one prompt or a list of them.
@@ -76,6 +78,8 @@ class Loaded:
             raw: do not apply the chat template to text.
             tools: descriptions of tools, for the chat template.
             chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
+            prediction: a text, or its token ids, that the outputs are expected to repeat in large part (the
+                text to edit, an earlier answer); it is drafted from. The outputs stay the same.
             **settings: fields of `SamplingParams` that override `params`.
 
         Returns:
@@ -84,7 +88,7 @@ class Loaded:
         """
         many = _is_batch(prompt)
         template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        requests = self._requests(prompt, params, raw, template, settings)
+        requests = self._requests(prompt, params, raw, template, prediction, settings)
         outputs = generate_requests(self.engine, requests)
         return outputs if many or len(outputs) > 1 else outputs[0]
 
@@ -96,11 +100,12 @@ class Loaded:
         raw: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prediction: str | Sequence[int] | None = None,
         **settings: Any,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, but yields events as tokens are emitted; closing the iterator stops it."""
         template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        return stream_requests(self.engine, self._requests(prompt, params, raw, template, settings))
+        return stream_requests(self.engine, self._requests(prompt, params, raw, template, prediction, settings))
 
     def chat(
         self,
@@ -128,15 +133,20 @@ class Loaded:
         params: SamplingParams | None,
         raw: bool,
         template: dict[str, Any],
+        prediction: str | Sequence[int] | None,
         settings: dict[str, Any],
     ) -> list[Request]:
+        drafting = Drafting()
+        if prediction is not None:
+            drafting = Drafting(expected=Prediction(encode_expected(self.engine.tokenizer, prediction)))
         params = merged_params(params, self.defaults, settings)
         flag("raw", raw)
         prompts: list[Any] = list(prompt) if _is_batch(prompt) else [prompt]
         requests = []
         for index, item in enumerate(prompts):
             with naming_prompt(index, len(prompts)):
-                requests.append(Request(encode_prompt(self.engine.tokenizer, item, raw=raw, **template), params))
+                tokens = encode_prompt(self.engine.tokenizer, item, raw=raw, **template)
+                requests.append(Request(tokens, params, drafting))
         return requests
 
 
@@ -160,6 +170,7 @@ def load(
     adaptive: bool | None = None,
     lossy: LossyRule | None = None,
     max_rows: int = 8,
+    shared_lookup: bool = False,
 ) -> Loaded:
     """Loads a target and its drafter.
 
@@ -182,12 +193,14 @@ def load(
             you passed a tree or a drafter.
         lossy: an acceptance rule that CHANGES the output distribution.
         max_rows: requests that decode together.
+        shared_lookup: look up drafts in this object's earlier outputs too, of all requests; keeps the token
+            ids of the last 262,144 tokens in memory (11 MB).
 
     Raises:
         ValueError: for an unknown name, a head that does not fit, contradictory settings, or an `exact`
             that this machine cannot keep.
     """
-    _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive)
+    _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive, shared_lookup=shared_lookup)
     tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
     fast = fast_form(model, path is not None) if packed else model
@@ -195,6 +208,8 @@ def load(
         check_exact(fast)
     _check_parts(draft, tokenizer, lossy)
     drafter, name = make_drafter(draft, tree, fast, path, packed)
+    if shared_lookup:
+        drafter, name = with_shared_lookup(drafter, name)
     if drafter is not None:
         drafter = _watched(drafter, adaptive, tree is None and isinstance(draft, str | Path))
     end_ids, defaults = generation_defaults(path, target, tokenizer)

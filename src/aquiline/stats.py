@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ class GenerationStats:
         offered_at: offered_at[d] counts steps whose tree had a node at depth d + 1 below an accepted one.
         accepted_at: accepted_at[d] counts steps that accepted a node at depth d + 1.
         seconds: phase → seconds (prefill, draft, target, accept, commit, extend, other).
+        sources: emitted tokens by what drafted them ("head", "lookup", "shared", "prediction", …); "target"
+            counts those that the target chose itself.
         lossy: whether a rule that changes the output distribution was active.
     """
 
@@ -32,6 +35,7 @@ class GenerationStats:
     offered_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
     lossy: bool = False
 
     @property
@@ -94,6 +98,7 @@ class GenerationStats:
                 mine[i] += count
         for phase, seconds in other.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self.sources.update(other.sources)
         self.lossy = self.lossy or other.lossy
 
     @contextmanager

@@ -32,7 +32,7 @@ class DraftTree:
             nodes have parent -1 as well.
         num_nodes: (B,) int64, nodes of each row including the root, 1 … N.
         log_probs: (B, N) float32 joint draft log-probability of each node given the root,
-            or None where the drafter has none (prompt lookup).
+            or None where the drafter has none.
         draft_probs: (B, N, V) float32, only for *sampled* drafts: row i is the distribution
             that the children of node i were drawn from, without replacement.
         num_candidates: (B,) int64 or None; nodes from this index on are forwarded but never
@@ -65,13 +65,16 @@ def root_only(roots: Sequence[int]) -> DraftTree:
 
 
 def from_lists(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]], sources: Sequence[Sequence[str]] | None = None
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    sources: Sequence[Sequence[str]] | None = None,
+    log_probs: Sequence[Sequence[float]] | None = None,
 ) -> DraftTree:
     """Packs per-row ``(tokens, parents)`` lists into one padded tree.
 
     Args:
         rows: B pairs; each starts with the root (parent -1).
         sources: per row and node, what drafted it; see `DraftTree`.
+        log_probs: per row and node, its joint log-probability.
     """
     width = max(len(tokens) for tokens, _ in rows)
     tokens = [[*t, *[0] * (width - len(t))] for t, _ in rows]
@@ -80,6 +83,9 @@ def from_lists(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         parents=torch.tensor(parents, dtype=torch.int64),
         num_nodes=torch.tensor([len(t) for t, _ in rows], dtype=torch.int64),
+        log_probs=None
+        if log_probs is None
+        else torch.tensor([[*p, *[-torch.inf] * (width - len(p))] for p in log_probs]),
         sources=sources,
     )
 

@@ -59,7 +59,7 @@ def test_a_method_says_what_plain_decoding_says(bed: Bed, label: str) -> None:
     assert method.chain == (
         "chain" in label or label in ("eagle3", "small-model", "prompt-lookup") or "sampled" in label
     )
-    assert bool(mine.calibration) == (mine.nodes > 0 and not label.startswith(("auto", "prompt", "look", "eagle3+")))
+    assert bool(mine.calibration) == (mine.nodes > 0 and not label.startswith(("look", "eagle3+")))
 
 
 def test_a_head_of_another_kind_is_refused(bed: Bed) -> None:

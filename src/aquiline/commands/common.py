@@ -18,7 +18,7 @@ logger = logging.getLogger("aquiline")
 
 _STATS = (
     "prompt_tokens", "emitted", "steps", "nodes", "accepted", "mean_accept_length", "acceptance_rate",
-    "tokens_per_second", "seconds", "lossy",
+    "tokens_per_second", "seconds", "sources", "lossy",
 )  # fmt: skip
 """Counters and rates of an output's JSON object."""
 
@@ -113,6 +113,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_machine_options(group)
     group.add_argument(
         "--rows", "--max-rows", dest="rows", type=int, default=8, help="requests that decode together (default: 8)"
+    )
+    group.add_argument(
+        "--shared-lookup",
+        action="store_true",
+        help="look up drafts in earlier outputs of this process too, of all requests",
     )
     group.add_argument(
         "--lossy",
@@ -287,6 +292,9 @@ def load_model(arguments: argparse.Namespace) -> Loaded:
     if draft is None and lossy is not None:
         logger.warning("--lossy has no effect with --draft none")
         lossy = None
+    shared = arguments.shared_lookup and draft is not None
+    if shared != arguments.shared_lookup:
+        logger.warning("--shared-lookup has no effect with --draft none")
     set_threads(arguments.threads)
     from aquiline.loading import load
 
@@ -298,6 +306,7 @@ def load_model(arguments: argparse.Namespace) -> Loaded:
         device=arguments.device,
         lossy=lossy,
         max_rows=arguments.rows,
+        shared_lookup=shared,
     )
     logger.info("drafting: %s", loaded.draft_name)
     if lossy is not None:

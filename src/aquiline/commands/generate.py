@@ -17,7 +17,7 @@ from aquiline.commands.common import (
     params_of,
     template_arguments,
 )
-from aquiline.commands.prompts import read_prompts
+from aquiline.commands.prompts import read_file, read_prompts
 
 if TYPE_CHECKING:
     from aquiline.engine.request import GenerationOutput
@@ -31,6 +31,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", help="prompts, each a user's turn (default: standard input)")
     parser.add_argument("--file", help="one prompt per line (.jsonl: texts, messages or token ids); - reads stdin")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument(
+        "--prediction", metavar="FILE", help="a text that the outputs are expected to repeat, such as the one to edit"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per output")
     parser.add_argument("--profile", action="store_true", help="print the time spent in each phase")
     add_template_options(parser)
@@ -43,13 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; prints each output as soon as it and all earlier ones are finished."""
     prompts = read_prompts(arguments.prompt, arguments.file)
     template = template_arguments(arguments)
+    prediction = None if arguments.prediction is None else read_file("--prediction", arguments.prediction)
     loaded = load_model(arguments)
     params = params_of(arguments, loaded)
     single = len(prompts) == 1 and params.n == 1
     order = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
     outputs: dict[tuple[int, int], GenerationOutput] = {}
     shown = 0
-    for event in loaded.stream(prompts, params, raw=arguments.raw, **template):
+    for event in loaded.stream(prompts, params, raw=arguments.raw, prediction=prediction, **template):
         if single and not arguments.json:
             print(event.text, end="", flush=True)
         if event.output is not None:

@@ -32,15 +32,8 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
     if file == "-":
         return _some([line for line in _standard_input().split("\n") if line.strip()], "standard input")
     if file is not None:
-        try:
-            # Some editors start a file with a byte order mark, which is not part of the text.
-            # Not `splitlines`: a U+2028 in a JSON string, or a form feed in a text, does not end a line.
-            path = Path(file).expanduser()
-            with path.open("rb") as stream:
-                wide = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            lines = path.read_text(encoding="utf-16" if wide else "utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--file {file!r} cannot be read ({error}); give a UTF-8 text file") from error
+        # Not `splitlines`: a U+2028 in a JSON string, or a form feed in a text, does not end a line.
+        lines = read_file("--file", file).split("\n")
         kind = Path(file).suffix.lower()
         if kind == ".json":
             raise ValueError(
@@ -54,6 +47,22 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
     if not text:
         raise ValueError("no prompt; give it as an argument, with --file, or on standard input")
     return [text]
+
+
+def read_file(option: str, file: str) -> str:
+    """Reads the text file that an option names.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    try:
+        # Some editors start a file with a byte order mark, which is not part of the text.
+        path = Path(file).expanduser()
+        with path.open("rb") as stream:
+            wide = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        return path.read_text(encoding="utf-16" if wide else "utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option} {file!r} cannot be read ({error}); give a UTF-8 text file") from error
 
 
 def _standard_input() -> str:

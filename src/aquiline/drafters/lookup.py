@@ -1,43 +1,65 @@
-"""Prompt lookup: the continuation of the last n-gram where it occurred before."""
+"""Prompt lookup: the continuation of the text's end where it occurred before."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aquiline import tree as trees
 from aquiline.cache import check_fits
 from aquiline.checks import integer
 from aquiline.drafters.drafter import Committed, Needs, Rows
+from aquiline.drafters.store import BREAK, LONGEST, Found, Store
 from aquiline.tree import DraftTree
+
+LEAST = 0.1
+"""Tokens less likely to be right are not drafted: on a CPU a further token costs 4 to 10 % of a token's time."""
+
+SHARED_TOKENS = 1 << 18
+"""Tokens of earlier outputs that a shared store keeps; they take at most 11 MB."""
+
+_SEGMENT = 64
+"""Outputs reach the shared store in pieces of this size, and whole when their slot is reused."""
 
 
 @dataclass(eq=False)
 class LookupState:
-    """Per slot: n-gram → sorted end positions, and the number of tokens indexed so far."""
+    """Per slot: its text, and how much of its output the shared store has."""
 
-    index: list[dict[tuple[int, ...], list[int]]]
-    seen: list[int] = field(default_factory=list)
+    texts: list[Store]
+    outputs: list[int]
+    shared: list[int]
 
 
 class PromptLookup:
-    """Drafts the tokens that followed the longest matching n-gram earlier in the same text.
+    """Drafts what followed the end of the text where it occurred before.
 
     Needs neither a head nor training; pays where the output repeats the input (summaries, edits,
-    code). Several earlier continuations form a tree.
+    code) or earlier outputs. The longest match wins, the text itself before earlier outputs; the
+    length of the match and the agreement of its occurrences decide how much is drafted.
 
     Args:
         depth: longest continuation, ≥ 1.
-        max_ngram: longest n-gram tried first, ≥ 1.
-        min_ngram: shortest n-gram, 1 … max_ngram.
-        num_branches: earlier occurrences that are merged into the tree, most recent first, ≥ 1.
+        max_ngram: longest n-gram that is indexed, ≥ `min_ngram`; lengths double from `min_ngram`.
+        min_ngram: shortest match, ≥ 1.
+        num_branches: 1 drafts one chain; more merge the continuations of this many occurrences into a tree,
+            however likely they are.
+        shared: a store of earlier outputs, which this drafter extends; None: the text alone.
 
-    Source: prompt-lookup-decoding (Saxena 2023); differs: several continuations as a tree.
+    Source: prompt-lookup-decoding (Saxena 2023), SuffixDecoding (arXiv 2411.04975).
     """
 
     needs = Needs(source="lookup")
 
-    def __init__(self, depth: int = 5, max_ngram: int = 4, min_ngram: int = 2, num_branches: int = 1) -> None:
+    def __init__(
+        self,
+        depth: int = 16,
+        max_ngram: int = 8,
+        min_ngram: int = 2,
+        num_branches: int = 1,
+        shared: Store | None = None,
+    ) -> None:
         for name, value in (("depth", depth), ("min_ngram", min_ngram), ("num_branches", num_branches)):
             integer(f"prompt lookup: {name}", value, 1)
         if integer("prompt lookup: max_ngram", max_ngram) < min_ngram:
@@ -45,42 +67,71 @@ class PromptLookup:
         size = 1 + num_branches * depth
         check_fits(f"prompt lookup of {num_branches} × {depth} tokens", size, "lower depth or num_branches")
         self.depth, self.max_ngram, self.min_ngram, self.num_branches = depth, max_ngram, min_ngram, num_branches
+        self.shared = shared
+        self.orders = tuple(min_ngram << i for i in range((max_ngram // min_ngram).bit_length()))
 
     def new_state(self, slots: int, capacity: int) -> LookupState:
-        return LookupState([{} for _ in range(slots)], [0] * slots)
+        return LookupState([Store(self.orders) for _ in range(slots)], [0] * slots, [0] * slots)
 
     def extend(self, committed: Committed, state: LookupState) -> None:
-        """Indexes the n-grams that end at the new tokens."""
-        for slot, text in zip(committed.rows.slots, committed.rows.texts, strict=True):
-            index = state.index[slot]
-            for end in range(state.seen[slot] + 1, len(text) + 1):
-                for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                    index.setdefault(tuple(text[end - size : end]), []).append(end)
-            state.seen[slot] = max(state.seen[slot], len(text))
+        """Indexes the new tokens."""
+        rows = committed.rows
+        for slot, text, chooser in zip(rows.slots, rows.texts, rows.choosers, strict=True):
+            store = state.texts[slot]
+            store.extend(text[len(store.tokens) :])
+            if self.shared is not None:
+                state.outputs[slot] = chooser.prompt_length
+                if len(store.tokens) - max(state.shared[slot], chooser.prompt_length) >= _SEGMENT:
+                    self._share(slot, state)
 
     def propose(self, rows: Rows, state: LookupState) -> DraftTree:
-        depth = rows.depth(self.depth)
-        packed = []
-        for slot, text in zip(rows.slots, rows.texts, strict=True):
-            continuations = [text[end : end + depth] for end in self._matches(state.index[slot], text)]
-            packed.append(merge(text[-1], continuations))
-        return trees.from_lists(packed)
+        depth, where = rows.depth(self.depth), list(zip(rows.slots, rows.texts, strict=True))
+        if self.num_branches > 1:
+            found = [state.texts[slot].branches(text[-LONGEST:], depth, self.num_branches) for slot, text in where]
+            return trees.from_lists([merge(text[-1], each) for (_, text), each in zip(where, found, strict=True)])
+        packed, sources, scores = [], [], []
+        for slot, text in where:
+            best, source = self.find(slot, text[-LONGEST:], depth, state)
+            packed.append(([text[-1], *best.tokens], list(range(-1, len(best.tokens)))))
+            sources.append([source] * (1 + len(best.tokens)))
+            scores.append([0.0, *map(math.log, best.chances)])
+        return trees.from_lists(packed, sources=None if self.shared is None else sources, log_probs=scores)
+
+    def find(
+        self, slot: int, context: Sequence[int], depth: int, state: LookupState, least: float = LEAST
+    ) -> tuple[Found, str]:
+        """Continues a context, the end of a slot's text and perhaps drafts after it, from the better source.
+
+        Args:
+            slot: whose text is looked at first.
+            context: at least its last `LONGEST` tokens.
+            depth: most tokens.
+            state: this drafter's.
+            least: smallest chance of a token.
+
+        Returns:
+            The continuation and its source, "lookup" or "shared".
+        """
+        own = state.texts[slot].find(context, depth, least)
+        if self.shared is None or own.match >= LONGEST:
+            return own, self.needs.source
+        other = self.shared.find(context, depth, least)
+        return (other, "shared") if other.match > own.match else (own, self.needs.source)
 
     def copy(self, source: int, slot: int, length: int, state: LookupState) -> None:
         """Does nothing: the next `extend` indexes the whole text."""
 
     def reset(self, slot: int, length: int, state: LookupState) -> None:
         """Clears the slot; the next `extend` indexes the kept tokens again."""
-        state.index[slot], state.seen[slot] = {}, 0
+        self._share(slot, state)
+        state.texts[slot], state.outputs[slot], state.shared[slot] = Store(self.orders), 0, 0
 
-    def _matches(self, index: dict[tuple[int, ...], list[int]], text: Sequence[int]) -> list[int]:
-        """Returns the positions after earlier occurrences of the longest recurring n-gram, latest first."""
-        for size in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
-            ends = index.get(tuple(text[-size:]), [])
-            earlier = [end for end in ends[-self.num_branches - 1 :] if end < len(text)]
-            if earlier:
-                return earlier[::-1][: self.num_branches]
-        return []
+    def _share(self, slot: int, state: LookupState) -> None:
+        """Appends to the shared store what it lacks of a slot's output, after the end of what it has."""
+        text, start = state.texts[slot].tokens, max(state.shared[slot], state.outputs[slot])
+        if self.shared is not None and len(text) > start > 0:
+            self.shared.extend((*text[max(start - LONGEST, 0) :], BREAK))
+            state.shared[slot] = len(text)
 
 
 def merge(root: int, continuations: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

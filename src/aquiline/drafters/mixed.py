@@ -6,6 +6,7 @@ joined trees, without draft probabilities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from aquiline import tree as trees
 from aquiline.cache import MOST_NODES
 from aquiline.drafters.drafter import Committed, Drafter, Rows, check_wrappable
-from aquiline.drafters.lookup import PromptLookup, merge
+from aquiline.drafters.lookup import LEAST, LookupState, PromptLookup, merge
+from aquiline.drafters.store import LONGEST
 from aquiline.tree import DraftTree
 
 
@@ -26,23 +28,24 @@ class MixedState:
 
 
 class LookupFirst:
-    """Drafts by prompt lookup if it finds a continuation, else with the other drafter.
+    """Drafts by prompt lookup if it is likely right, else with the other drafter, continued by prompt lookup.
 
     A continuation in the text costs nothing, and after a long match it is usually right, so the other
-    drafter's network runs only where the text is new. Unlike in a merged tree, each row drafts from
-    one of the two, and chains stay chains.
+    drafter's network runs only where the text is new. What follows its likeliest draft in the text is
+    appended while it is likely enough to pay. Unlike in a merged tree, chains stay chains.
 
     Args:
         lookup: its `min_ngram` sets the minimum length of a match.
         other: the other drafter; it receives every committed position in either case.
+        least: smallest chance of the first token for which prompt lookup drafts alone.
 
     Raises:
         ValueError: if `other` needs every step, or samples.
     """
 
-    def __init__(self, lookup: PromptLookup, other: Drafter) -> None:
+    def __init__(self, lookup: PromptLookup, other: Drafter, least: float = 0.5) -> None:
         check_wrappable(other, "combined with prompt lookup", "use it alone")
-        self.lookup, self.other, self.needs = lookup, other, other.needs
+        self.lookup, self.other, self.least, self.needs = lookup, other, least, other.needs
 
     def new_state(self, slots: int, capacity: int) -> MixedState:
         return MixedState(self.lookup.new_state(slots, capacity), self.other.new_state(slots, capacity))
@@ -53,14 +56,46 @@ class LookupFirst:
 
     def propose(self, rows: Rows, state: MixedState) -> DraftTree:
         found = self.lookup.propose(rows, state.first)
-        missing = [i for i, count in enumerate(found.num_nodes.tolist()) if count == 1]
+        missing = [i for i in range(len(rows.slots)) if not self._likely(found, i)]
         found = replace(found, sources=trees.node_sources(found, self.lookup.needs.source))
         if not missing:
             return found
-        drafted = self.other.propose(rows.pick(missing), state.second)
-        if len(missing) == len(rows.slots):
-            return drafted
-        return joined(found, replace(drafted, sources=trees.node_sources(drafted, self.needs.source)), missing)
+        left = rows.pick(missing)
+        drafted = self.other.propose(left, state.second)
+        drafted = replace(drafted, sources=trees.node_sources(drafted, self.needs.source))
+        drafted = self._continued(drafted, left, state.first)
+        return drafted if len(missing) == len(rows.slots) else joined(found, drafted, missing)
+
+    def _likely(self, found: DraftTree, row: int) -> bool:
+        if int(found.num_nodes[row]) == 1:
+            return False
+        return found.log_probs is None or float(found.log_probs[row, 1]) >= math.log(self.least)
+
+    def _continued(self, tree: DraftTree, rows: Rows, state: LookupState) -> DraftTree:
+        """Appends what follows each row's likeliest leaf in the texts, as long as their joint chance suffices."""
+        if tree.log_probs is None or self.lookup.num_branches > 1:
+            return tree
+        assert tree.sources is not None
+        packed, sources, scores = trees.to_lists(tree), [list(row) for row in tree.sources], tree.log_probs.tolist()
+        grown = False
+        for i, (tokens, parents) in enumerate(packed):
+            scores[i] = scores[i][: len(tokens)]
+            leaves = set(range(1, len(tokens))) - set(parents)
+            leaf = max(leaves, key=scores[i].__getitem__, default=0)
+            path = _path(tokens, parents, leaf)
+            depth = rows.depth(len(path) + self.lookup.depth) - len(path)
+            chance = math.exp(scores[i][leaf])
+            if not leaf or depth < 1 or chance < LEAST:
+                continue
+            context = [*rows.texts[i][-LONGEST:], *path][-LONGEST:]
+            found, source = self.lookup.find(rows.slots[i], context, depth, state, LEAST / chance)
+            for token, joint in zip(found.tokens, found.chances, strict=True):
+                parents.append(leaf)
+                leaf, grown = len(tokens), True
+                tokens.append(token)
+                scores[i].append(math.log(chance * joint))
+                sources[i].append(source)
+        return trees.from_lists(packed, sources, scores) if grown else tree
 
     def copy(self, source: int, slot: int, length: int, state: MixedState) -> None:
         self.lookup.copy(source, slot, length, state.first)
@@ -136,6 +171,15 @@ def joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> Draf
     for i, row, names in zip(missing, trees.to_lists(drafted), drafted.sources, strict=True):
         rows[i], sources[i] = row, names
     return trees.from_lists(rows, sources=sources)
+
+
+def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """Returns the tokens from below the root down to a node."""
+    path = []
+    while node > 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
 
 
 def _paths(tree: DraftTree, row: int) -> list[list[int]]:

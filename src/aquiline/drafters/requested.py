@@ -8,21 +8,19 @@ from typing import Any
 
 from aquiline import tree as trees
 from aquiline.drafters.drafter import Drafter, Drafting, Rows
+from aquiline.drafters.lookup import LEAST
 from aquiline.drafters.mixed import joined
+from aquiline.drafters.store import LONGEST, START, Store
 from aquiline.tree import DraftTree
 
 PREDICTION_DEPTH = 16
 """Longest draft from an expected text: a right one is right for long, and one forward checks it."""
 
-_LONGEST, _SHORTEST = 4, 2
-"""n-grams by which an output is found again in the expected text."""
-
 
 class Prediction:
-    """Prompt lookup over a text that the output is expected to repeat, in part or whole.
+    """A text that the output is expected to repeat, in part or whole.
 
-    The output is looked up by its last n-gram. Among several occurrences the next one after the
-    last that was used counts, else the first, so that a text with repetitions is followed in order.
+    The output is looked up in it by its longest match, so it is found again after a change.
 
     Args:
         tokens: the expected text.
@@ -34,28 +32,18 @@ class Prediction:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens, self.proposed, self._reached = list(tokens), 0, 0
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        for size in range(_SHORTEST, _LONGEST + 1):
-            for end in range(size, len(self.tokens) + 1):
-                self._ends.setdefault(tuple(self.tokens[end - size : end]), []).append(end)
+        self._store, self.proposed = Store(), 0
+        self._store.extend((*_BEFORE, *tokens))
 
     def continuation(self, output: Sequence[int], depth: int) -> Sequence[int]:
-        end = self._end(output)
-        found = [] if end is None else self.tokens[end : end + depth]
-        self._reached = self._reached if end is None else end
+        context = output[-LONGEST:] if len(output) >= LONGEST else [*_BEFORE, *output][-LONGEST:]
+        found = list(self._store.find(context, depth, LEAST).tokens)
         self.proposed += len(found)
         return found
 
-    def _end(self, output: Sequence[int]) -> int | None:
-        """The position of the expected text that `output` has reached."""
-        if len(output) < _SHORTEST:
-            return len(output) if list(output) == self.tokens[: len(output)] else None
-        for size in range(min(_LONGEST, len(output)), _SHORTEST - 1, -1):
-            ends = self._ends.get(tuple(output[-size:]))
-            if ends:
-                return next((end for end in ends if end >= self._reached), ends[0])
-        return None
+
+_BEFORE = (START,) * LONGEST
+"""Precedes both the expected text and the output: where an output begins, so does the text."""
 
 
 def propose_as_asked(drafter: Drafter | None, rows: Rows, state: Any) -> DraftTree:

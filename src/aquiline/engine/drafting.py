@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.lookup import PromptLookup
+from aquiline.drafters.lookup import SHARED_TOKENS, PromptLookup
 from aquiline.drafters.mixed import LookupFirst
+from aquiline.drafters.store import Store
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, names_tree, parse_tree, tree_text
 from aquiline.drafters.tuned import TunedChoice, read_tuned
 from aquiline.targets.target import Target, TargetShape
@@ -26,7 +27,7 @@ CPU_TREE_EAGLE1 = Chain(depth=3, min_prob=0.2)
 
 REPEATS = PromptLookup()
 """`draft="auto"` tries this before the head: it continues a repeated pair of tokens correctly about as often as the
-head does (0.6 on MT-bench), at no cost."""
+head does (0.6 on MT-bench), at no cost; it also continues the head's drafts."""
 
 GPU_TREE = DynamicTree(num_nodes=60, depth=7, top_k=10)
 """The papers' tree."""
@@ -110,6 +111,23 @@ def make_drafter(
     from aquiline.checkpoints.open import open_head
 
     return head_drafter(open_head(draft, target.shape), tree, target, path, packed)
+
+
+def with_shared_lookup(drafter: Drafter | None, name: str) -> tuple[Drafter, str]:
+    """Adds lookup in earlier outputs to a drafter, in front of its own drafts; returns its display name too.
+
+    Raises:
+        ValueError: nothing drafts, or the drafter must see every step or samples.
+    """
+    if drafter is None:
+        raise ValueError("shared_lookup is True, but draft is None, which drafts nothing; drop one of the two")
+    shared = Store(limit=SHARED_TOKENS)
+    if isinstance(drafter, PromptLookup):
+        depth = drafter.depth
+        return PromptLookup(depth, drafter.max_ngram, drafter.min_ngram, 1, shared), f"{name}, shared"
+    if isinstance(drafter, LookupFirst):
+        return LookupFirst(PromptLookup(shared=shared), drafter.other), f"{name}, shared"
+    return LookupFirst(PromptLookup(shared=shared), drafter), f"{name} + shared prompt lookup"
 
 
 def head_drafter(

@@ -66,7 +66,6 @@ class Emission:
         self.occupant = Occupant(prompt, chooser, stats, request.drafting, self.add)
         self._provenance = Provenance() if request.provenance else None
         self.cached = 0  # prompt tokens that a slot held already
-        self.sources: Counter[str] = Counter()  # emitted tokens by what drafted them
         self.finish_reason: str | None = None if self._budget else "length"
         self.error: Exception | None = None
 
@@ -74,6 +73,11 @@ class Emission:
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self._budget - len(self._token_ids)
+
+    @property
+    def sources(self) -> Counter[str]:
+        """Emitted tokens by what drafted them."""
+        return self.occupant.stats.sources
 
     @property
     def settled(self) -> bool:

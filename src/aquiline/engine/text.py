@@ -126,6 +126,20 @@ def encode_prompt(
     return [_token_id(part) for part in prompt]
 
 
+def encode_expected(tokenizer: Any | None, text: str | Sequence[int]) -> list[int]:
+    """Converts a text that an output may repeat to token ids, without special tokens; ids are used unchanged.
+
+    Raises:
+        ValueError: for a text without a tokenizer.
+        TypeError: for anything else.
+    """
+    if isinstance(text, str):
+        return _tokenize(tokenizer, text, special=False)
+    if not isinstance(text, Sequence) or isinstance(text, bytes | bytearray):
+        raise TypeError(f"prediction is a {type(text).__name__}; allowed: a text, or a list of token ids")
+    return [_token_id(part) for part in text]
+
+
 def _listed(prompt: Any) -> Any:
     """Returns the token ids of an array, a tensor or a `BatchEncoding`; other prompts unchanged."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:

@@ -10,7 +10,7 @@ from aquiline.drafters.drafter import Drafting
 from aquiline.drafters.requested import Prediction
 from aquiline.engine.grammar import json_schema
 from aquiline.engine.request import Request, check
-from aquiline.engine.text import encode_prompt
+from aquiline.engine.text import encode_expected, encode_prompt
 from aquiline.loading import Loaded
 from aquiline.serve.fields import (
     ApiError,
@@ -225,7 +225,10 @@ def _prediction(loaded: Loaded, name: str, value: Any) -> Prediction:
     fields.need("type", one_of("content"))
     content = fields.need("content", _content)
     fields.done()
-    return Prediction(_encoded(loaded, content, name) if content else [])
+    try:
+        return Prediction(encode_expected(loaded.tokenizer, content))
+    except ValueError as error:
+        raise ApiError(400, f"{name}: {error}", param=name) from error
 
 
 def _stream_options(name: str, value: Any) -> bool:
