@@ -206,10 +206,10 @@ def test_the_greedy_texts_vary() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(max_new_tokens=LENGTH, temperature=0.5, seed=3),
+        SamplingParams(max_new_tokens=LENGTH, temperature=0.5, seed=0),
         SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=20, seed=6),
-        SamplingParams(max_new_tokens=LENGTH, temperature=1.2, top_p=0.8, min_p=0.02, seed=3),
-        SamplingParams(max_new_tokens=LENGTH, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.2, seed=5),
+        SamplingParams(max_new_tokens=LENGTH, temperature=1.2, top_p=0.8, min_p=0.02, seed=0),
+        SamplingParams(max_new_tokens=LENGTH, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.2, seed=31),
     ],
     ids=["temperature", "top-k", "top-p", "penalties"],
 )
