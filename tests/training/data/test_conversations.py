@@ -161,6 +161,9 @@ COUNTED: dict[str, tuple[Any, str, str]] = {
         ROLES,
         "turn 3 is tool",
     ),
+    "history that is a number": ({"instruction": "Hi", "output": "Ho", "history": 5}, UNSUPPORTED, "'history' is not"),
+    "system of another kind": ({"messages": [user(), answer()], "system": 5}, UNSUPPORTED, "turn 0's content is int"),
+    "finished of another kind": ({"messages": [user(), answer()], "finished": "no"}, UNSUPPORTED, "'finished' is 'no'"),
     "history of another kind": (
         {"instruction": "Hi", "output": "Ho", "history": ["One"]},
         UNSUPPORTED,

@@ -155,13 +155,15 @@ def _conversation(record: Any, name: str, index: int) -> Conversation:
     if not isinstance(settings, Mapping):
         raise Unusable(UNSUPPORTED, f"'chat_template_kwargs' is {_kind(settings)}, not an object")
     common: dict[str, Any] = {"source": name, "index": index, "chat_template_kwargs": settings, "tools": _tools(record)}
-    finished = record.get("finished") is not False
+    finished = record.get("finished", True)
+    if not isinstance(finished, bool):
+        raise Unusable(UNSUPPORTED, f"'finished' is {finished!r}; allowed: true or false")
     if isinstance(record.get("text"), str) and not any(record.get(key) for key in (*_TURNS, "instruction", "prompt")):
         return Conversation((), text=_text(record["text"], 1), finished=finished, **common)
     turns = _turns(record)
     system = next((record[key] for key in ("system", "system_prompt") if record.get(key)), None)
-    if isinstance(system, str) and system.strip() and (not turns or turns[0].role != "system"):
-        turns.insert(0, Message("system", _text(system, 0)))
+    if system and (not turns or turns[0].role != "system") and (text := _text(system, 0)).strip():
+        turns.insert(0, Message("system", text))
     adjusted = _trim(turns)
     # A dropped trailing user turn proves that the answer before it was complete.
     return Conversation(tuple(turns), adjusted=adjusted, finished=finished or TRAILING_DROPPED in adjusted, **common)
@@ -203,7 +205,7 @@ def _turns(record: Mapping[str, Any]) -> list[Message]:
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
     turns = []
     history = record.get("history", ())
-    for pair in history:
+    for pair in history if isinstance(history, Sequence) else (history,):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise Unusable(UNSUPPORTED, "'history' is not a list of [question, answer]")
         turns += [Message("user", _text(pair[0], 1)), Message("assistant", _text(pair[1], 2))]
