@@ -16,9 +16,10 @@ from aquiline.drafters.requested import Prediction
 from aquiline.engine.chat import ChatSession
 from aquiline.engine.drafting import Tree, make_drafter, read_tree, with_shared_lookup
 from aquiline.engine.generate import generate_requests, stream_requests
-from aquiline.engine.opening import check_exact, fast_form, generation_defaults, open_target
+from aquiline.engine.opening import check_exact, fast_form, generation_defaults, integers_refused, open_target
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
 from aquiline.engine.text import Prompt, encode_expected, encode_prompt
+from aquiline.native.codes import GROUPS
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 from aquiline.verify import LossyRule
@@ -184,6 +185,8 @@ def load(
             written by `aquiline tune`; None lets the device decide.
         tokenizer: required for text prompts if `target` is a transformers model.
         dtype: of the weights; None chooses bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere.
+            "int8" and "int4" quantise them in groups, for the native kernels only: the output is that of
+            plain decoding with the quantised weights.
         device: where the target runs.
         packed: use the form that is fast on the device: on a CPU the native kernels, else packed weights;
             elsewhere joined projections.
@@ -203,7 +206,9 @@ def load(
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive, shared_lookup=shared_lookup)
     tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
-    fast = fast_form(model, path is not None) if packed else model
+    if dtype in GROUPS and not packed:
+        raise integers_refused(str(dtype), model)
+    fast = fast_form(model, path is not None, dtype) if packed else model
     if exact:
         check_exact(fast)
     _check_parts(draft, tokenizer, lossy)

@@ -28,7 +28,7 @@ def environment(bed: Bed) -> dict[str, Any]:
         "memory_bytes": _total_memory(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "dtype": str(bed.target.dtype).removeprefix("torch."),
+        "dtype": getattr(bed.target, "form", None) or str(bed.target.dtype).removeprefix("torch."),
         "target": bed.name,
         "target_class": type(bed.target).__name__,
         "python": platform.python_version(),

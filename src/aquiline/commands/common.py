@@ -32,8 +32,8 @@ def add_machine_options(parser: Any) -> None:
     """Adds --dtype, --device and --threads."""
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="dtype of the weights (default: the fastest on this machine)",
+        choices=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
+        help="dtype of the weights; int8 and int4 quantise them (default: bfloat16 or float32, the faster here)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: cpu)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from aquiline.cache import KVCache
 from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadConfig, Network
+from aquiline.native.codes import WeightFormat
 from aquiline.native.library import EMBEDDED, FUSED, HIDDEN, PAIRED, Layer, Library, find_library
 from aquiline.native.packing import INPUT_PAD, Memory, padded
 from aquiline.native.stack import Inputs, NativeReadout, NativeStack, readout
 from aquiline.targets.layers import RMSNorm, decoder_layers
-from aquiline.targets.native import AngleTable, pack_layer, reserve, stack_bytes, stack_struct, supported
+from aquiline.targets.native import AngleTable, pack_layer, reserve, stack_bytes, stack_struct, supported, weight_bytes
 from aquiline.targets.rope import RotaryTable
 
 
@@ -29,13 +30,15 @@ class NativeNetwork:
         device: the CPU.
     """
 
-    def __init__(self, network: Network, library: Library) -> None:
+    def __init__(self, network: Network, library: Library, form: WeightFormat | None = None) -> None:
         config, weight = network.config, network.fc.weight
         self.config: HeadConfig = config
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device
-        self._memory = Memory(library)
-        size = stack_bytes(config.layer, config.num_layers, config.draft_vocab_size, self.dtype, library.lanes)
+        self._memory = Memory(library, form)
+        size = stack_bytes(
+            config.layer, config.num_layers, config.draft_vocab_size, weight_bytes(self.dtype, form), library.lanes
+        )
         self._memory.reserve(2 * size)
         self._angles = AngleTable(config.layer.rope)
         layers = self._layers(network)
@@ -129,7 +132,9 @@ def _joined(size: int, parts: int) -> Tensor:
     return order.flatten()
 
 
-def native_network(network: Network, library: Library | None = None) -> NativeNetwork | None:
+def native_network(
+    network: Network, library: Library | None = None, form: WeightFormat | None = None
+) -> NativeNetwork | None:
     """Makes the native copy of a draft network.
 
     Returns:
@@ -145,4 +150,4 @@ def native_network(network: Network, library: Library | None = None) -> NativeNe
         return None
     assert isinstance(network, EagleNetwork | Eagle3Network)
     with torch.no_grad():
-        return NativeNetwork(network, library)
+        return NativeNetwork(network, library, form)

@@ -11,6 +11,7 @@ import torch
 
 from aquiline.checks import check_kind
 from aquiline.models.files import read_json
+from aquiline.native.codes import GROUPS
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 
@@ -101,6 +102,8 @@ def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -
             "bfloat16": torch.bfloat16,
             "float16": torch.float16,
             "float64": torch.float64,
+            # Of the cache and the features: these name the weights, see `fast_form`.
+            **dict.fromkeys(GROUPS, torch.bfloat16),
         }
         if dtype not in named:
             raise ValueError(f"dtype {dtype!r} is not known; allowed: {', '.join(named)}")
@@ -114,12 +117,16 @@ def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -
     return torch.bfloat16 if fast else torch.float32
 
 
-def fast_form(target: Target, owned: bool) -> Target:
+def fast_form(target: Target, owned: bool, dtype: torch.dtype | str | None = None) -> Target:
     """Returns our own decoder in the form that is fast on its device: on a CPU a native or else a packed copy.
 
     Args:
         target: the target; any but our own decoder is returned as it is.
         owned: the weights were loaded here; a user's model is not joined, which would store its weights twice.
+        dtype: "int8" and "int4" quantise the weights.
+
+    Raises:
+        ValueError: for integer weights without the native kernels or for another target.
 
     Mutates: on other devices, joins the target's projections.
     """
@@ -127,6 +134,11 @@ def fast_form(target: Target, owned: bool) -> Target:
     from aquiline.targets.native import native
     from aquiline.targets.packed import packed
 
+    if dtype in GROUPS:
+        made = native(target, form=dtype) if isinstance(target, Decoder) else None
+        if made is None:
+            raise integers_refused(str(dtype), target)
+        return made
     if not isinstance(target, Decoder):
         return target
     if target.device.type == "cpu":
@@ -134,6 +146,16 @@ def fast_form(target: Target, owned: bool) -> Target:
     if owned:
         target.join()
     return target
+
+
+def integers_refused(dtype: str, target: Target) -> ValueError:
+    """The error for integer weights that cannot be had."""
+    from aquiline.native.library import find_library
+
+    return ValueError(
+        f"dtype is {dtype!r}, which needs the native kernels ({find_library()[1]}), our own decoder (this is a "
+        f"{type(target).__name__}), the CPU (not {target.device}) and packed=True; use bfloat16 or float32"
+    )
 
 
 def check_exact(target: Target) -> None:

@@ -21,12 +21,8 @@ class Matrix(ctypes.Structure):
     """A packed weight, see ``matrix.h``."""
 
     _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("vectors", c_int32),
-        ("inputs", c_int32),
-        ("kind", c_int32),
-        ("reserved", c_int32),
+        *((name, c_void_p) for name in ("weight", "bias", "scales")),
+        *((name, c_int32) for name in ("vectors", "inputs", "kind", "group")),
     )
 
 

@@ -2,34 +2,34 @@
 // how many other rows there are.
 //
 // Layout of the weights: vectors of LANES outputs; in a vector the inputs run slowest, and a lane
-// holds one float32 or a pair of bfloat16. This is also the layout of AMX tiles.
+// holds one float32, a pair of bfloat16, four int8 or eight int4. This is also the layout of AMX
+// tiles. Integers have a scale for each group of inputs, see coded.h.
 #pragma once
 #include <algorithm>
 
-#include "rows.h"
-#include "tiles.h"
+#include "coded.h"
 
 namespace aquiline {
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
 struct Matrix {
   const char* weight;
-  const float* bias;  // one value a lane, or null
-  int32_t vectors;    // of outputs
-  int32_t inputs;     // a multiple of INPUT_PAD
+  const float* bias;       // one value a lane, or null
+  const uint16_t* scales;  // of integers, float16: [vector][group][scale, with int4 also minimum]
+  int32_t vectors;         // of outputs
+  int32_t inputs;          // a multiple of INPUT_PAD
   int32_t kind;
-  int32_t reserved;
+  int32_t group;  // inputs of a scale: 32, or a multiple of 64 up to MOST_GROUP
 
   bool takes_halves() const { return kind == BFLOAT16 && (HAS_PAIR_DOTS || HAS_TILES); }
-  int steps() const { return kind == BFLOAT16 ? inputs / 2 : inputs; }
+  bool takes_codes() const { return kind >= INT8; }
+  int steps() const { return kind == FLOAT32 ? inputs : inputs >> kind; }
   size_t vector_bytes() const { return (size_t)steps() * LANES * 4; }
-  size_t stride() const { return row_stride(inputs, takes_halves()); }
+  size_t scale_stride() const {
+    return (size_t)((inputs + group - 1) / group) * LANES * (kind == INT4 ? 2 : 1);
+  }
 };
-
-constexpr int BLOCK = 4;                            // vectors that callers ask for at once
-constexpr int TILE_VECTORS = WIDE_VECTORS ? 4 : 2;  // vectors of a register tile
-constexpr int TILE_TOKENS = WIDE_VECTORS ? 6 : 4;   // rows of a register tile
 
 // What a pass over a block fetches for later. With one pass, lines AHEAD of the present ones; with
 // more, each fetches its share of the next block into the second-level cache.
@@ -93,30 +93,10 @@ void register_rows(const Matrix& m, const Rows& x, int n, const char* weights, c
   for (int i = 0, t = 0; i < passes; i++) {
     const int rows = n / passes + (i < n % passes);
     const Ahead ahead{next + (size_t)i * m.steps() * lines * 64, i * lines < V ? lines : 0};
-    const auto run = [&]<int N>() {
+    by_count(rows, [&]<int N>() {
       register_tile<Dots, N, V>(x.from(t), weights, m.vector_bytes(), m.steps(), ahead,
                                 out + t * out_stride, out_stride);
-    };
-    switch (rows) {
-      case 1:
-        run.template operator()<1>();
-        break;
-      case 2:
-        run.template operator()<2>();
-        break;
-      case 3:
-        run.template operator()<3>();
-        break;
-      case 4:
-        run.template operator()<4>();
-        break;
-      case 5:
-        run.template operator() < TILE_TOKENS<5 ? 4 : 5>();
-        break;
-      default:
-        run.template operator()<TILE_TOKENS>();
-        break;
-    }
+    });
     t += rows;
   }
 }
@@ -143,10 +123,32 @@ void register_block(const Matrix& m, const Rows& x, int n, int v, int count, flo
   }
 }
 
+inline void multiply_codes(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
+                           size_t out_stride, Tiles& tiles) {
+  const CodedProduct p{x.data,         x.stride,
+                       m.weight,       m.vector_bytes(),
+                       m.scales,       m.scale_stride(),
+                       m.inputs,       m.group,
+                       out - v * LANES, out_stride};
+  if (m.kind == INT8)
+    coded_products<EightBits>(p.from(0, v), n, count, x.split, tiles);
+  else
+    coded_products<FourBits>(p.from(0, v), n, count, x.split, tiles);
+  for (int t = 0; t < n; t++) {
+    const Floats scale = broadcast(code_scale(x.row(t), m.inputs));
+    for (int i = 0; i < count; i++) {
+      float* y = out + t * out_stride + i * LANES;
+      store(y, load(y) * scale);
+    }
+  }
+}
+
 // Outputs [v, v + count) · LANES of n rows into out[t · out_stride …]; count ≤ BLOCK.
 inline void multiply(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
                      size_t out_stride, Tiles& tiles) {
-  if (m.kind == FLOAT32) {
+  if (m.takes_codes()) {
+    multiply_codes(m, x, n, v, count, out, out_stride, tiles);
+  } else if (m.kind == FLOAT32) {
     register_block<FloatDots>(m, x, n, v, count, out, out_stride);
   } else {
 #if HAS_TILES
@@ -169,5 +171,9 @@ inline void multiply(const Matrix& m, const Rows& x, int n, int v, int count, fl
       store(y, load(y) + load(m.bias + (v + i) * LANES));
     }
 }
+
+// Whether rows of codes are split for AMX. Fewer rows are faster on vectors; the bits are the same.
+constexpr int FEW_ROWS = 4;
+inline bool splits(int n) { return tiles_allowed() && n > FEW_ROWS; }
 
 }  // namespace aquiline

@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from aquiline.native.codes import Codes, WeightFormat, laid_out, picked, quantise
 from aquiline.native.library import Library, Matrix
 
-INPUT_PAD = 32
+INPUT_PAD = 64
 """Inputs of a product are padded with zeros to a multiple of this."""
 
 ALIGNMENT = 64
 HUGE_PAGE = 1 << 21
 DTYPES = (torch.float32, torch.bfloat16)
-"""In the order of the kinds in ``matrix.h``."""
+"""In the order of the kinds in ``matrix.h``, before the integers."""
+
+INT8, INT4 = 2, 3
 
 
 def padded(size: int, to: int) -> int:
@@ -32,10 +35,12 @@ class Memory:
 
     Attributes:
         library: the kernels.
+        form: to which matrices are quantised, or None to keep them.
         kept: tensors that stay alive as long as this.
     """
 
     library: Library
+    form: WeightFormat | None = None
     kept: list[Tensor] = field(default_factory=list)
     _piece: Tensor | None = None
     _used: int = 0
@@ -70,35 +75,50 @@ class Memory:
         return None if weight is None else self.keep(weight)
 
     def matrix(
-        self, weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None, columns: Tensor | None = None
+        self,
+        weight: Tensor | Codes,
+        bias: Tensor | None = None,
+        rows: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> Matrix:
         """Packs a matrix.
 
         Args:
-            weight: (outputs, inputs) float32 or bfloat16.
+            weight: (outputs, inputs) float32 or bfloat16, quantised to `form`; or integers already.
             bias: (outputs,) or None.
             rows: int64 order of the outputs, -1 for a row of zeros; None for the given order.
             columns: as `rows`, for the inputs.
         """
-        weight = _picked(_picked(weight.detach(), rows, 0), columns, 1)
-        outputs, inputs = weight.shape
+        if isinstance(weight, Codes) and columns is not None and not _in_order(columns, weight.values.shape[1]):
+            weight = weight.dequantise()
+        if isinstance(weight, Codes):
+            weight = weight if rows is None else weight.rows(rows)
+        else:
+            weight = picked(picked(weight.detach(), rows, 0), columns, 1)
+            weight = weight if self.form is None else quantise(weight, self.form)
+        outputs, inputs = (weight.values if isinstance(weight, Codes) else weight).shape
         lanes = self.library.lanes
         width, vectors = padded(inputs, INPUT_PAD), -(-outputs // lanes)
-        weight = nn.functional.pad(weight, (0, width - inputs, 0, vectors * lanes - outputs))
-        per_lane = 2 if weight.dtype == torch.bfloat16 else 1
-        laid_out = weight.view(vectors, lanes, width // per_lane, per_lane).transpose(1, 2)
-        address = None
+        result = Matrix(vectors=vectors, inputs=width)
+        if isinstance(weight, Codes):
+            words, scales = laid_out(weight, lanes, width)
+            result.kind, result.group = INT8 if weight.minima is None else INT4, weight.group
+            result.scales = self.place(scales)
+        else:
+            weight = nn.functional.pad(weight, (0, width - inputs, 0, vectors * lanes - outputs))
+            per_lane = 2 if weight.dtype == torch.bfloat16 else 1
+            words = weight.view(vectors, lanes, width // per_lane, per_lane).transpose(1, 2)
+            result.kind = DTYPES.index(weight.dtype)
+        result.weight = self.place(words)
         if bias is not None:
-            bias = _picked(bias.detach().float(), rows, 0)
-            address = self.keep(nn.functional.pad(bias, (0, vectors * lanes - outputs)))
-        return Matrix(self.place(laid_out), address, vectors, width, DTYPES.index(weight.dtype), 0)
+            bias = picked(bias.detach().float(), rows, 0)
+            result.bias = self.keep(nn.functional.pad(bias, (0, vectors * lanes - outputs)))
+        return result
 
 
-def _picked(tensor: Tensor, order: Tensor | None, dim: int) -> Tensor:
-    if order is None:
-        return tensor
-    zeros = tensor.new_zeros([1 if i == dim else size for i, size in enumerate(tensor.shape)])
-    return torch.cat((tensor, zeros), dim).index_select(dim, order % (tensor.shape[dim] + 1))
+def _in_order(columns: Tensor, inputs: int) -> bool:
+    """Whether an order of columns only adds zeros at the end."""
+    return torch.equal(columns[:inputs], torch.arange(inputs)) and bool((columns[inputs:] == -1).all())
 
 
 def padded_heads(heads: int, dim: int, lanes: int) -> Tensor:

@@ -19,6 +19,8 @@ class ReadoutPass {
     const int inputs = m.weight ? m.inputs : 0;
     const size_t stride = row_stride(padded(inputs, LANES), half);
     rows_ = {scratch.take<char>(most_ * stride), stride, half};
+    const bool codes = m.weight && m.takes_codes();
+    codes_ = {scratch.take<char>(codes ? most_ * code_stride(inputs) : 0), code_stride(inputs)};
     wide_stride_ = padded(readout_.inputs, LANES);
     wide_ = scratch.take<float>(call_.threads * wide_stride_);
     sums_ = scratch.take<float>((size_t)call_.threads * most_ * BLOCK * LANES);
@@ -56,11 +58,20 @@ class ReadoutPass {
 
   void multiply_rows(const Member& member, int64_t start, int n, Tiles& tiles) {
     const Matrix& m = readout_.matrix;
+    Rows x = rows_;
+    if (m.takes_codes()) {
+      x = codes_;
+      x.split = splits(n);
+      const Range mine = member.part(n);
+      for (int t = mine.begin; t < mine.end; t++)
+        quantise((const float*)rows_.row(t), m.inputs, x, t);
+      member.wait();
+    }
     float* sums = sums_ + (size_t)member.id * most_ * BLOCK * LANES;
     const Range mine = member.part(m.vectors);
     for (int v = mine.begin; v < mine.end; v += BLOCK) {
       const int count = std::min(BLOCK, mine.end - v);
-      multiply(m, rows_, n, v, count, sums, BLOCK * LANES, tiles);
+      multiply(m, x, n, v, count, sums, BLOCK * LANES, tiles);
       for (int t = 0; t < n; t++)
         write_values(sums + (size_t)t * BLOCK * LANES,
                      std::min(count * LANES, readout_.outputs - v * LANES), call_.out,
@@ -71,7 +82,7 @@ class ReadoutPass {
   const Readout& readout_;
   const ReadoutCall& call_;
   const int most_;
-  Rows rows_;
+  Rows rows_, codes_;
   float *wide_ = nullptr, *sums_ = nullptr;
   size_t wide_stride_ = 0;
 };

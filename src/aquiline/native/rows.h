@@ -6,18 +6,19 @@
 
 namespace aquiline {
 
-constexpr int INPUT_PAD = 32;  // inputs of a product are padded with zeros to a multiple of this
+constexpr int INPUT_PAD = 64;  // inputs of a product are padded with zeros to a multiple of this
 
 inline int padded(int size, int to) { return (size + to - 1) / to * to; }
 
-// Rows of bfloat16 or float32, whichever the product that reads them wants.
+// Rows of bfloat16 or float32, whichever the product that reads them wants; or of codes.
 struct Rows {
   char* data = nullptr;
   size_t stride = 0;  // bytes
   bool half = false;
+  bool split = false;  // codes as all upper bytes, then all lower ones: for AMX
 
   char* row(int t) const { return data + t * stride; }
-  Rows from(int t) const { return {row(t), stride, half}; }
+  Rows from(int t) const { return {row(t), stride, half, split}; }
   void put(int t, int i, Floats v) const {
     if (half)
       store((Half*)row(t) + i, v);

@@ -9,19 +9,36 @@ Rows take_rows(Scratch& scratch, int n, int inputs, bool half) {
   return {scratch.take<char>(n * stride), stride, half};
 }
 
-// The widest input of a product that reads normed rows, and whether it wants bfloat16: all of a
-// stack's matrices have one kind.
+Rows take_codes(Scratch& scratch, int n, int inputs) {
+  const size_t stride = code_stride(inputs);
+  return {scratch.take<char>(n * stride), stride};
+}
+
+// The widest input of a product that reads codes; 0 if none does.
+int widest_codes(const Stack& stack) {
+  const Layer& l = stack.layers[0];
+  int most = 0;
+  for (const Matrix& m : {l.qkv, l.out, l.gate_up, l.down, stack.head, stack.fuse})
+    if (m.weight && m.takes_codes()) most = std::max(most, m.inputs);
+  return most;
+}
+
+// The widest input of a product that reads normed rows.
 int widest(const Stack& stack) {
   return padded(stack.hidden, INPUT_PAD) * (stack.entry == PAIRED ? 2 : 1);
 }
 
-const Matrix& any_matrix(const Stack& stack) { return stack.layers[0].qkv; }
+// Whether all products read bfloat16: a stack's layers have one kind, its head may have another.
+bool all_halves(const Stack& stack) {
+  return stack.layers[0].qkv.takes_halves() && !widest_codes(stack);
+}
 
 }  // namespace
 
 void Pass::lay_out(Scratch& scratch) {
   const Stack& s = stack_;
-  const bool half = any_matrix(s).takes_halves();
+  const bool half = all_halves(s);
+  const int codes = widest_codes(s);
   const int rows = std::max(n_, (int)wanted_.size());
   const bool pairs = s.half && HAS_PAIR_DOTS;
   shared_.stream = padded(s.hidden, INPUT_PAD);
@@ -34,9 +51,11 @@ void Pass::lay_out(Scratch& scratch) {
   const int joined = s.entry == TOKENS ? 0 : 2 * padded(s.hidden, INPUT_PAD);
   shared_.joined = take_rows(scratch, joined ? n_ : 0, joined, half);
   shared_.normed = take_rows(scratch, rows > OWN_NORMS ? rows : 0, widest(s), half);
+  shared_.codes = take_codes(scratch, codes && rows > OWN_NORMS ? rows : 0, codes);
   own_.resize(call_.threads);
   for (Own& own : own_) {
     own.normed = take_rows(scratch, std::min(rows, OWN_NORMS), widest(s), half);
+    own.codes = take_codes(scratch, codes ? std::min(rows, OWN_NORMS) : 0, codes);
     own.out =
         scratch.take<float>((size_t)rows * std::max<size_t>(BLOCK * LANES, shared_.head_stride));
     own.row = scratch.take<float>(shared_.stream);
@@ -126,10 +145,11 @@ void Pass::join(int t, const float* embedded) {
 // EAGLE-1: the stream is fuse([embedded, hidden]).
 void Pass::fuse(const Member& member, const Own& own) {
   const Matrix& m = stack_.fuse;
+  const Rows x = read_by(member, own, m, shared_.joined, n_);
   const Range mine = member.part(m.vectors);
   for (int v = mine.begin; v < mine.end; v += BLOCK) {
     const int count = std::min(BLOCK, mine.end - v);
-    multiply(m, shared_.joined, n_, v, count, own.out, BLOCK * LANES, *own.tiles);
+    multiply(m, x, n_, v, count, own.out, BLOCK * LANES, *own.tiles);
     for (int t = 0; t < n_; t++)
       memcpy(stream(t) + v * LANES, own.out + (size_t)t * BLOCK * LANES,
              count * LANES * sizeof(float));
@@ -159,7 +179,8 @@ void Pass::capture(const Member& member, const Own& own, int boundary) {
 Rows Pass::normed(const Member& member, const Own& own, const Matrix& matrix, const float* weight,
                   int n, const int32_t* which) {
   const bool alone = n <= OWN_NORMS;
-  const Rows& to = alone ? own.normed : shared_.normed;
+  Rows to = alone ? own.normed : shared_.normed;
+  to.half = matrix.takes_halves();
   const Range mine = alone ? Range{0, n} : member.part(n);
   for (int t = mine.begin; t < mine.end; t++) {
     const float* x = stream(which ? which[t] : t);
@@ -170,6 +191,20 @@ Rows Pass::normed(const Member& member, const Own& own, const Matrix& matrix, co
     to.zero(t, padded(stack_.hidden, LANES), matrix.inputs);
   }
   if (!alone) member.wait();
+  return read_by(member, own, matrix, to, n);
+}
+
+// Rows as a product reads them: codes of float32 rows where its weights are integers.
+Rows Pass::read_by(const Member& member, const Own& own, const Matrix& matrix, const Rows& x,
+                   int n) {
+  if (!matrix.takes_codes()) return x;
+  const bool alone = n <= OWN_NORMS;
+  Rows to = alone ? own.codes : shared_.codes;
+  to.split = splits(n);
+  const Range mine = alone ? Range{0, n} : member.part(n);
+  for (int t = mine.begin; t < mine.end; t++)
+    quantise((const float*)x.row(t), matrix.inputs, to, t);
+  if (!alone) member.wait();
   return to;
 }
 
@@ -177,7 +212,8 @@ void Pass::layer(const Member& member, const Own& own, int index) {
   const Layer& l = stack_.layers[index];
   const bool paired = index == 0 && stack_.entry == PAIRED;
   project(member, own, l, index,
-          paired ? shared_.joined : normed(member, own, l.qkv, l.first_norm, n_, nullptr));
+          paired ? read_by(member, own, l.qkv, shared_.joined, n_)
+                 : normed(member, own, l.qkv, l.first_norm, n_, nullptr));
   member.wait();
   attention(member, own, l, index);
   member.wait();
@@ -261,7 +297,8 @@ void Pass::attention(const Member& member, const Own& own, const Layer& layer, i
 }
 
 // The stream += a product.
-void Pass::add(const Member& member, const Own& own, const Matrix& matrix, const Rows& x) {
+void Pass::add(const Member& member, const Own& own, const Matrix& matrix, const Rows& given) {
+  const Rows x = read_by(member, own, matrix, given, n_);
   const Range mine = member.part(matrix.vectors);
   for (int v = mine.begin; v < mine.end; v += BLOCK) {
     const int count = std::min(BLOCK, mine.end - v);

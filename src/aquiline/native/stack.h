@@ -7,18 +7,19 @@
 
 namespace aquiline {
 
-constexpr int OWN_NORMS = 32;  // rows up to which each thread norms all of them for itself
+// Rows up to which each thread norms and quantises all of them for itself.
+constexpr int OWN_NORMS = 32;
 
 // What the threads of one forward share.
 struct Shared {
   float* x;       // (n, stream): the residual stream, zero beyond `hidden`
   char* queries;  // (n, heads, padded dim)
-  Rows mixed, inner, normed, joined;
+  Rows mixed, inner, normed, joined, codes;
   size_t stream, head_stride, query_bytes;
 };
 
 struct Own {  // one thread's
-  Rows normed;
+  Rows normed, codes;
   float* out;      // products of a block
   float* row;      // of the stream's width
   Query* queries;  // of one row and key head
@@ -50,6 +51,7 @@ class Pass {
   void finish(const Member& member, const Own& own);
   Rows normed(const Member& member, const Own& own, const Matrix& matrix, const float* weight,
               int n, const int32_t* which);
+  Rows read_by(const Member& member, const Own& own, const Matrix& matrix, const Rows& x, int n);
 
   float* stream(int t) const { return shared_.x + t * shared_.stream; }
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import KVCache
+from aquiline.native.codes import Codes
 from aquiline.native.library import TOKENS, Call, Library, Readout, ReadoutCall, Stack
 from aquiline.native.packing import Memory
 
@@ -85,8 +86,10 @@ class NativeStack:
     dtype: torch.dtype
 
     def describe(self) -> str:
-        """Names dtype and instructions."""
+        """Names the weights' form and the instructions."""
         library = self.library
+        if self.memory.form:
+            return f"native {self.memory.form} ({library.instructions})"
         used = library.instructions if self.dtype == torch.bfloat16 else library.vectors
         return f"native {str(self.dtype).removeprefix('torch.')} ({used})"
 
@@ -215,7 +218,7 @@ class NativeReadout:
 
 def readout(
     memory: Memory,
-    weight: Tensor | None,
+    weight: Tensor | Codes | None,
     dtype: torch.dtype,
     *,
     inputs: int,
@@ -238,9 +241,10 @@ def readout(
         wide: the results are float32, whatever the dtype.
         eps: of the norm.
     """
+    outputs = inputs if weight is None else (weight.values if isinstance(weight, Codes) else weight).shape[0]
     struct = Readout(
         norm=None if norm is None else memory.keep(norm), inputs=inputs, parts=parts,
-        outputs=inputs if weight is None else weight.shape[0],
+        outputs=outputs,
         half_in=dtype == torch.bfloat16, half_out=dtype == torch.bfloat16 and not wide, eps=eps,
     )  # fmt: skip
     if weight is not None:

@@ -48,7 +48,26 @@ class Tiles {
   // Gives the first `left` registers, which hold sums and the left sides of products, `rows` rows.
   void configure(int rows, int left = 5) {
 #if HAS_TILES
-    if (rows == rows_ && left == left_) return;
+    load(rows, left, 64);
+#else
+    (void)rows, (void)left;
+#endif
+  }
+
+  // For products of bytes: sums in 0 to 3, `rows` rows of `inputs` bytes in 4 and 5, weights after.
+  void configure_bytes(int rows, int inputs) {
+#if HAS_TILES
+    load(rows, 6, inputs);
+#else
+    (void)rows, (void)inputs;
+#endif
+  }
+
+ private:
+#if HAS_TILES
+  // `bytes` of inputs in a product: the width of registers 4 and up, but not of the weights.
+  void load(int rows, int left, int bytes) {
+    if (rows == rows_ && left == left_ && bytes == bytes_) return;
     struct alignas(64) {
       uint8_t palette, start, reserved[14];
       uint16_t row_bytes[16];
@@ -61,15 +80,18 @@ class Tiles {
       config.row_bytes[i] = 64;
       config.rows[i] = (uint8_t)(i < left ? rows : TILE_ROWS);
     }
+    if (bytes < 64) {
+      config.row_bytes[4] = config.row_bytes[5] = (uint16_t)bytes;
+      config.rows[6] = config.rows[7] = (uint8_t)(bytes / 4);
+    }
+    // GCC takes the intrinsic to read 8 bytes only, and would drop stores of the others.
+    asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
-    rows_ = rows, left_ = left;
-#else
-    (void)rows, (void)left;
-#endif
+    rows_ = rows, left_ = left, bytes_ = bytes;
   }
+#endif
 
- private:
-  int rows_ = 0, left_ = 0;
+  int rows_ = 0, left_ = 0, bytes_ = 0;
 };
 
 #if HAS_TILES

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.cache import KVCache, new_cache
+from aquiline.native.codes import GROUPS, WeightFormat
 from aquiline.native.library import Layer, Library, Stack, find_library
 from aquiline.native.packing import DTYPES, INPUT_PAD, Memory, alternating, padded, padded_heads
 from aquiline.native.stack import FINAL, Angles, Inputs, NativeStack, readout
@@ -29,14 +30,16 @@ class NativeDecoder:
         exact: see `Target`.
         config: sizes.
         shape: see `Target`.
-        dtype: bfloat16 or float32.
+        form: of quantised weights, else None.
+        dtype: bfloat16 or float32; of the cache and the features, whatever the weights are.
         device: the CPU.
     """
 
     exact = True
 
-    def __init__(self, decoder: Decoder, library: Library) -> None:
+    def __init__(self, decoder: Decoder, library: Library, form: WeightFormat | None = None) -> None:
         config = decoder.config
+        self.form = form
         self.config: DecoderConfig = config
         self.shape: TargetShape = decoder.shape
         self.dtype: torch.dtype = decoder.dtype
@@ -44,8 +47,12 @@ class NativeDecoder:
         # Only the embedding is shared with the original: the rest is packed, so that the original's
         # weights are freed when the caller drops it.
         self._embedding: Tensor = decoder.embed_tokens.weight.detach().contiguous()
-        memory = Memory(library)
-        memory.reserve(stack_bytes(config.layer, config.num_layers, config.vocab_size, self.dtype, library.lanes))
+        memory = Memory(library, form)
+        memory.reserve(
+            stack_bytes(
+                config.layer, config.num_layers, config.vocab_size, weight_bytes(self.dtype, form), library.lanes
+            )
+        )
         self._angles = AngleTable(config.layer.rope)
         layers = [
             pack_layer(memory, config.layer, layer.self_attn, layer.mlp, layer.input_layernorm,
@@ -135,14 +142,21 @@ def supported(config: LayerConfig, dtype: torch.dtype, device: torch.device) -> 
     return dtype in DTYPES and device.type == "cpu" and config.head_dim % 2 == 0 and config.rope.dim % 2 == 0
 
 
-def stack_bytes(config: LayerConfig, layers: int, outputs: int, dtype: torch.dtype, lanes: int) -> int:
-    """Upper bound of the bytes that `layers` packed layers and a head of `outputs` rows take."""
+def stack_bytes(config: LayerConfig, layers: int, outputs: int, weight: float, lanes: int) -> int:
+    """Upper bound of the bytes that `layers` packed layers and a head of `outputs` rows take, at `weight` bytes each."""
     dim = padded(config.head_dim, lanes)
     heads, hidden = config.num_heads * dim, padded(config.hidden_size, INPUT_PAD)
     inner = padded(config.intermediate_size, INPUT_PAD)
     rows = heads + 2 * config.num_kv_heads * dim
     layer = rows * hidden + hidden * padded(heads, INPUT_PAD) + 3 * inner * hidden
-    return (layers * (layer + 64) + padded(outputs, lanes) * hidden) * dtype.itemsize
+    return int((layers * (layer + 1024) + padded(outputs, lanes) * hidden) * weight)
+
+
+def weight_bytes(dtype: torch.dtype, form: WeightFormat | None) -> float:
+    """Bytes that a weight takes, with its share of the scales."""
+    if form is None:
+        return dtype.itemsize
+    return 1 + 2 / GROUPS[form] if form == "int8" else 0.5 + 4 / GROUPS[form]
 
 
 def pack_layer(
@@ -221,12 +235,13 @@ def stack_struct(config: LayerConfig, layers: Sequence[Layer], dtype: torch.dtyp
     )
 
 
-def native(decoder: Decoder, library: Library | None = None) -> NativeDecoder | None:
+def native(decoder: Decoder, library: Library | None = None, form: WeightFormat | None = None) -> NativeDecoder | None:
     """Makes the native copy of a decoder.
 
     Args:
         decoder: the original; drop it to free its weights.
         library: the kernels; None for those of this machine.
+        form: quantise all matrices but the embedding to integers; None keeps their dtype.
 
     Returns:
         None where there are no kernels for this machine, the dtype, the device or the sizes.
@@ -237,4 +252,4 @@ def native(decoder: Decoder, library: Library | None = None) -> NativeDecoder | 
     if library is None:
         return None
     with torch.no_grad():
-        return NativeDecoder(decoder, library)
+        return NativeDecoder(decoder, library, form)

@@ -1,0 +1,105 @@
+"""Integer weights with a scale for each group of inputs: how they are chosen, and how the kernels hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+WeightFormat = Literal["int8", "int4"]
+
+GROUPS: dict[WeightFormat, int] = {"int8": 64, "int4": 32}
+"""Inputs that share a scale where weights are quantised here."""
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A matrix as integers: weight = scale · code, and with int4 + minimum.
+
+    Attributes:
+        values: (outputs, inputs) int8 in -127 … 127, or uint8 in 0 … 15 where there are minima.
+        scales: (outputs, inputs / group rounded up) float16.
+        minima: as `scales`, or None.
+        group: inputs of a scale.
+    """
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None
+    group: int
+
+    def rows(self, order: Tensor) -> Codes:
+        """Takes rows; -1 stands for a row of zeros."""
+        return Codes(
+            picked(self.values, order, 0),
+            picked(self.scales, order, 0),
+            None if self.minima is None else picked(self.minima, order, 0),
+            self.group,
+        )
+
+    def dequantise(self) -> Tensor:
+        """Computes the (outputs, inputs) float32 weights."""
+        inputs = self.values.shape[1]
+        weight = self.values.float() * self.scales.float().repeat_interleave(self.group, 1)[:, :inputs]
+        if self.minima is not None:
+            weight += self.minima.float().repeat_interleave(self.group, 1)[:, :inputs]
+        return weight
+
+
+def quantise(weight: Tensor, form: WeightFormat) -> Codes:
+    """Rounds a matrix (outputs, inputs) to integers, each group by its own largest value or range.
+
+    The scales are rounded to float16 first, so that the codes make up for it.
+    """
+    group = GROUPS[form]
+    outputs, inputs = weight.shape
+    groups = nn.functional.pad(weight.float(), (0, -inputs % group)).view(outputs, -1, group)
+    if form == "int8":
+        scales = (groups.abs().amax(-1) / 127).half()
+        values = _divided(groups, scales).round_().clamp_(-127, 127).to(torch.int8)
+        return Codes(values.view(outputs, -1)[:, :inputs], scales, None, group)
+    minima = groups.amin(-1).half()
+    scales = ((groups.amax(-1) - minima.float()) / 15).half()
+    values = _divided(groups - minima.float()[..., None], scales).round_().clamp_(0, 15).to(torch.uint8)
+    return Codes(values.view(outputs, -1)[:, :inputs], scales, minima, group)
+
+
+def _divided(groups: Tensor, scales: Tensor) -> Tensor:
+    divisors = scales.float()[..., None]
+    return groups / torch.where(divisors == 0, torch.ones_like(divisors), divisors)
+
+
+def laid_out(codes: Codes, lanes: int, width: int) -> tuple[Tensor, Tensor]:
+    """Puts codes and scales into the order of ``matrix.h`` and ``coded.h``.
+
+    Args:
+        codes: the matrix.
+        lanes: outputs in a vector.
+        width: inputs after padding, a multiple of 8.
+
+    Returns:
+        uint8 weights (vectors, width / k, lanes, 4), k = 4 or 8 inputs a lane, and float16 scales
+        (vectors, groups, 1 or 2, lanes).
+    """
+    outputs, inputs = codes.values.shape
+    vectors = -(-outputs // lanes)
+    values = nn.functional.pad(codes.values, (0, width - inputs, 0, vectors * lanes - outputs)).view(torch.uint8)
+    if codes.minima is not None:
+        # Inputs 0 1, 4 5, 2 3, 6 7 share a byte each, the first in its lower half.
+        pairs = values.view(vectors * lanes, width // 8, 4, 2)[:, :, [0, 2, 1, 3]]
+        values = pairs[..., 0] | pairs[..., 1] << 4
+    words = values.reshape(vectors, lanes, -1, 4).transpose(1, 2)
+    parts = [codes.scales] if codes.minima is None else [codes.scales, codes.minima]
+    groups = -(-width // codes.group)
+    padded = [nn.functional.pad(p, (0, groups - p.shape[1], 0, vectors * lanes - outputs)) for p in parts]
+    return words, torch.stack([p.view(vectors, lanes, groups).transpose(1, 2) for p in padded], 2)
+
+
+def picked(tensor: Tensor, order: Tensor | None, dim: int) -> Tensor:
+    """Takes rows or columns in an order in which -1 stands for zeros; None is the given order."""
+    if order is None:
+        return tensor
+    zeros = tensor.new_zeros([1 if i == dim else size for i, size in enumerate(tensor.shape)])
+    return torch.cat((tensor, zeros), dim).index_select(dim, order % (tensor.shape[dim] + 1))
