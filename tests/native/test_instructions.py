@@ -9,9 +9,12 @@ import torch
 
 from aquiline.cache import commit
 from aquiline.native.build import build
-from aquiline.native.library import Library, open_library
+from aquiline.native.library import Library, find_library, open_library
+from aquiline.native.packing import Memory
+from aquiline.native.stack import readout
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.native import native
+from tests.native.test_codes import random_codes
 from tests.targets.test_native import ancestors_of, assert_close, chain, fill, random_decoder
 
 BUILDS = {
@@ -66,3 +69,15 @@ def test_each_build_is_close_to_the_reference_and_exact_for_trees(
         alone = copy.forward(tokens[:1, node : node + 1], positions[:1, node : node + 1], None, cache, [0])
         assert torch.equal(alone.logits[0, 0], out.logits[0, node])
         commit(cache, torch.tensor([[0]]), [0])
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 64), (4, 32)])
+def test_integer_products_have_the_same_bits_in_every_build(library: Library, bits: int, group: int) -> None:
+    """Sums of groups are exact integers; the rest is float32 in a fixed order."""
+    codes = random_codes(70, 200, group, bits)
+    x = torch.randn(40, 200, generator=torch.Generator().manual_seed(2))
+    here = find_library()[0]
+    assert here is not None
+    found, expected = (readout(Memory(each), codes, torch.float32, inputs=200, wide=True) for each in (library, here))
+    assert torch.equal(found(x), expected(x))
+    assert torch.equal(found(x[:3]), expected(x)[:3])

@@ -34,6 +34,9 @@ from aquiline.drafters.trees import (
     parents_of,
     paths_of,
 )
+from aquiline.native.chain import NativeChain
+from aquiline.native.codes import WeightFormat
+from aquiline.targets.native import NativeDecoder
 from aquiline.targets.packed import packed as packed_copy
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
@@ -74,10 +77,18 @@ class EagleDrafter:
             distribution, not token for token.
         packed: draft with a fast form of the current network: on a CPU a copy, if the machine supports
             it; elsewhere joined projections. Not for a network whose weights still change.
+        form: with `packed` on the CPU kernels, quantise the copy's weights.
     """
 
     def __init__(
-        self, head: DraftHead, target: Target, policy: TreePolicy, *, sampled: bool = False, packed: bool = False
+        self,
+        head: DraftHead,
+        target: Target,
+        policy: TreePolicy,
+        *,
+        sampled: bool = False,
+        packed: bool = False,
+        form: WeightFormat | None = None,
     ) -> None:
         if sampled and isinstance(policy, DynamicTree):
             raise ValueError("sampled drafts need a tree of fixed shape; use a chain or a static tree")
@@ -89,10 +100,22 @@ class EagleDrafter:
         self._coupling = Coupling(head.draft_to_target, head.gamma)
         weight = head.network.fc.weight
         self._rotary = RotaryTable(head.config.layer.rope, weight.dtype, weight.device)
-        fast = (native_network(head.network) or packed_copy(head.network)) if packed else None
+        fast = (native_network(head.network, form=form) or packed_copy(head.network)) if packed else None
         self._network: Network | NativeNetwork = fast or head.network
         if packed and weight.device.type != "cpu":
             join_network(head.network)
+        self._chain = self._native_chain()
+
+    def _native_chain(self) -> NativeChain | None:
+        """What drafts chains in one call, where network and target are native."""
+        network, target, table = self._network, self.target, self.head.embedding
+        if not isinstance(network, NativeNetwork) or (table is None and not isinstance(target, NativeDecoder)):
+            return None
+        project = target.project if isinstance(target, NativeDecoder) else None
+        if table is None:
+            assert isinstance(target, NativeDecoder)
+            table = target.embedding
+        return network.chain(table, project, self.head.draft_to_target)
 
     def new_state(self, slots: int, capacity: int) -> EagleState:
         network, config = self.head.network, self.head.config
@@ -206,6 +229,8 @@ class EagleDrafter:
         """EAGLE-2: expands the best `top_k` nodes of each level, then reranks the whole pool."""
         at, k, limit = trees.select(self.target.device, rows.slots), policy.top_k, policy.num_nodes - 1
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
+        if k == 1 and self._chain is not None and not rows.sample:
+            return self._chained(rows, state, policy.depth, floor)
         scores, tokens = self._candidates(self._coupling(state.logits[at], rows, 1), k)  # (B, k) each
         level = _first_level(tokens, state.hidden[at][:, None])
         pool = Pool([tokens], [scores], [])
@@ -226,6 +251,20 @@ class EagleDrafter:
             scores, index = joint.gather(1, picked), picked + base
             level = level.below(child_tokens.gather(1, picked), feedback, picked // k)
         return pool.best(rows.roots, limit, floor)
+
+    def _chained(self, rows: Rows, state: EagleState, depth: int, floor: float) -> DraftTree:
+        """Chains of the likeliest tokens; the levels of `_dynamic` in one call."""
+        network, chain, slots = self._network, self._chain, rows.slots
+        assert isinstance(network, NativeNetwork) and chain is not None
+        at = trees.select(self.target.device, slots)
+        tokens, scores = network.draft(
+            chain, state.logits[at], state.hidden[at], state.cache, list(slots), depth, floor
+        )
+        index = torch.arange(tokens.shape[1]).expand(len(slots), -1)
+        pool = Pool([tokens[:, :1]], [scores[:, :1]], [])
+        for level in range(1, tokens.shape[1]):
+            pool.add(tokens[:, level : level + 1], scores[:, level : level + 1], index[:, level - 1 : level])
+        return pool.best(rows.roots, depth, floor)
 
     def _static(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aquiline.cache import KVCache
 from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadConfig, Network
+from aquiline.native.chain import NativeChain
 from aquiline.native.codes import WeightFormat
 from aquiline.native.library import EMBEDDED, FUSED, HIDDEN, PAIRED, Layer, Library, find_library
 from aquiline.native.packing import INPUT_PAD, Memory, padded
@@ -115,6 +116,35 @@ class NativeNetwork:
         stream = self._stack.forward(inputs, cache, self._angles.upto(span), stream=True).stream
         assert stream is not None
         return stream
+
+    def chain(self, embedding: Tensor, project: object, draft_to_target: Tensor | None) -> NativeChain | None:
+        """Makes what drafts whole chains, or None where the kernels do not compute the logits.
+
+        Args:
+            embedding: (V, H) table of the drafted tokens' embeddings.
+            project: the target's LM head, which EAGLE-1 and 2 use.
+            draft_to_target: (Vd,) int64, or None.
+        """
+        own = self._fuse is not None  # EAGLE-3
+        logits = self._logits if own else project
+        if not isinstance(logits, NativeReadout) or embedding.dtype != self.dtype or logits.dtype_in != self.dtype:
+            return None
+        feedback = self._feedback if own and self.config.norm_output else None
+        return NativeChain(self._stack, logits, feedback, embedding.contiguous(), draft_to_target)
+
+    def draft(
+        self,
+        chain: NativeChain,
+        logits: Tensor,
+        hidden: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        levels: int,
+        floor: float,
+    ) -> tuple[Tensor, Tensor]:
+        """See `NativeChain.draft`; makes room in the cache."""
+        span = reserve(cache, rows, max(levels - 1, 1))
+        return chain.draft(logits, hidden, cache, rows, self._angles.upto(span), levels, floor)
 
     def feedback(self, stream: Tensor) -> Tensor:
         """See `Eagle3Network.feedback`."""

@@ -97,7 +97,7 @@ def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -
         return dtype
     if dtype is not None:
         check_kind("dtype", dtype, isinstance(dtype, str | torch.dtype), "a dtype or its name")
-        named = {
+        named: dict[Any, torch.dtype] = {
             "float32": torch.float32,
             "bfloat16": torch.bfloat16,
             "float16": torch.float16,
@@ -107,7 +107,7 @@ def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -
         }
         if dtype not in named:
             raise ValueError(f"dtype {dtype!r} is not known; allowed: {', '.join(named)}")
-        return named[str(dtype)]
+        return named[dtype]
     where = _device(device)
     if where.type != "cpu":
         # Before Ampere, bfloat16 is emulated; on MPS, by the first chips.

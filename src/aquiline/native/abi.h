@@ -86,9 +86,30 @@ struct ReadoutCall {
   int32_t threads, reserved;
 };
 
+// A draft network with what makes chains of it.
+struct Chain {
+  const Stack* stack;
+  const Readout* logits;     // float32 results
+  const Readout* feedback;   // null: the stream itself
+  const void* embedding;     // embeddings × hidden, as the stack's values
+  const int64_t* to_target;  // target ids of draft ids, or null
+  int64_t embeddings;
+};
+
+struct ChainCall {
+  Call* call;  // of one causal node a row: the first draft; `embedded` and `hidden` are written
+  float* logits;    // (batch, outputs) at the roots; written
+  int64_t* tokens;  // (batch, levels)
+  float* scores;    // (batch, levels) joint log-probabilities
+  int32_t levels;
+  int32_t done;  // levels that were drafted
+  float floor;   // stop where no row's score reaches it
+  int32_t reserved;
+};
+
 struct Facts {
   int32_t lanes, pair_dots, tiles, stack_size, layer_size, call_size, readout_size,
-      readout_call_size;
+      readout_call_size, chain_size, chain_call_size;
 };
 
 }  // namespace aquiline

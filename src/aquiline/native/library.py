@@ -104,6 +104,32 @@ class ReadoutCall(ctypes.Structure):
     _fields_ = (("x", c_void_p), ("out", c_void_p), ("n", c_int64), ("threads", c_int32), ("reserved", c_int32))
 
 
+class Chain(ctypes.Structure):
+    """A draft network with what makes chains of it."""
+
+    _fields_ = (
+        ("stack", POINTER(Stack)),
+        ("logits", POINTER(Readout)),
+        ("feedback", POINTER(Readout)),
+        ("embedding", c_void_p),
+        ("to_target", c_void_p),
+        ("embeddings", c_int64),
+    )
+
+
+class ChainCall(ctypes.Structure):
+    """One draft of chains."""
+
+    _fields_ = (
+        ("call", POINTER(Call)),
+        *((name, c_void_p) for name in ("logits", "tokens", "scores")),
+        ("levels", c_int32),
+        ("done", c_int32),
+        ("floor", c_float),
+        ("reserved", c_int32),
+    )
+
+
 class Facts(ctypes.Structure):
     """What the library says about itself."""
 
@@ -112,6 +138,7 @@ class Facts(ctypes.Structure):
         for name in (
             *("lanes", "pair_dots", "tiles"),
             *("stack_size", "layer_size", "call_size", "readout_size", "readout_call_size"),
+            *("chain_size", "chain_call_size"),
         )
     )
 
@@ -131,6 +158,7 @@ class Library:
         path: of the file.
         forward: ``aquiline_forward``.
         read_out: ``aquiline_read_out``.
+        draft: ``aquiline_draft``.
         advise: ``aquiline_advise``.
         lanes: outputs in a vector, on which the layout of weights depends.
         instructions: what bfloat16 products run on, for `aquiline doctor`.
@@ -140,6 +168,7 @@ class Library:
     path: Path
     forward: Callable[..., int]
     read_out: Callable[..., int]
+    draft: Callable[..., int]
     advise: Callable[..., None]
     lanes: int
     instructions: str
@@ -158,18 +187,29 @@ def open_library(path: Path) -> Library:
         raise BuildError(f"cannot load the kernels: {error}") from error
     handle.aquiline_forward.argtypes = [POINTER(Stack), POINTER(Call)]
     handle.aquiline_read_out.argtypes = [POINTER(Readout), POINTER(ReadoutCall)]
+    handle.aquiline_draft.argtypes = [POINTER(Chain), POINTER(ChainCall)]
     handle.aquiline_advise.argtypes, handle.aquiline_advise.restype = [c_void_p, c_uint64], None
     handle.aquiline_facts.argtypes, handle.aquiline_facts.restype = [POINTER(Facts)], None
     facts = Facts()
     handle.aquiline_facts(ctypes.byref(facts))
-    sizes = [getattr(facts, f"{name}_size") for name in ("stack", "layer", "call", "readout", "readout_call")]
-    expected = [ctypes.sizeof(struct) for struct in (Stack, Layer, Call, Readout, ReadoutCall)]
+    sizes = [
+        getattr(facts, f"{name}_size")
+        for name in ("stack", "layer", "call", "readout", "readout_call", "chain", "chain_call")
+    ]
+    expected = [ctypes.sizeof(struct) for struct in (Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall)]
     if sizes != expected:
         raise BuildError(f"{path} does not fit this version of the package: structs of {sizes} bytes, not {expected}")
     vectors = "AVX-512" if facts.lanes == 16 else "8-lane vectors"
     products = "AMX" if facts.tiles else f"{vectors} with bfloat16" if facts.pair_dots else vectors
     return Library(
-        path, handle.aquiline_forward, handle.aquiline_read_out, handle.aquiline_advise, facts.lanes, products, vectors
+        path,
+        handle.aquiline_forward,
+        handle.aquiline_read_out,
+        handle.aquiline_draft,
+        handle.aquiline_advise,
+        facts.lanes,
+        products,
+        vectors,
     )
 
 

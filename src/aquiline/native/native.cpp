@@ -1,8 +1,7 @@
 // The functions that Python calls. Each returns 0, or 1 and a message.
 #include <omp.h>
 
-#include "readout.h"
-#include "stack.h"
+#include "chain.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -75,6 +74,32 @@ EXPORT int aquiline_read_out(const Readout* readout, const ReadoutCall* call) {
   }
 }
 
+EXPORT int aquiline_draft(const Chain* chain, ChainCall* call) {
+  try {
+    static thread_local Nodes nodes;
+    nodes.paths.clear();
+    nodes.positions.clear();
+    nodes.span = 0;
+    Call& inner = *call->call;
+    if (!read_nodes(*chain->stack, inner, nodes)) return 1;
+    for (const Node& node : nodes.nodes) {
+      const int more = call->levels - 2;  // forwards after the first
+      if (node.slot + more >= inner.capacity)
+        return !fail(inner, "slot", node.slot + more, inner.capacity);
+      if (node.position + more >= inner.angles)
+        return !fail(inner, "position", node.position + more, inner.angles);
+    }
+    inner.message[0] = 0;
+    ChainPass pass(*chain, *call, nodes);
+    in_parallel(pass, inner.threads);
+    return inner.message[0] != 0;
+  } catch (const std::bad_alloc&) {
+    snprintf(call->call->message, sizeof call->call->message, "no memory for a draft of %d levels",
+             call->levels);
+    return 1;
+  }
+}
+
 EXPORT void aquiline_facts(Facts* facts) {
   *facts = {LANES,
             HAS_PAIR_DOTS,
@@ -83,7 +108,9 @@ EXPORT void aquiline_facts(Facts* facts) {
             (int)sizeof(Layer),
             (int)sizeof(Call),
             (int)sizeof(Readout),
-            (int)sizeof(ReadoutCall)};
+            (int)sizeof(ReadoutCall),
+            (int)sizeof(Chain),
+            (int)sizeof(ChainCall)};
 }
 
 // Asks for huge pages: weights are read from end to end, and small pages cost a tenth of the time.

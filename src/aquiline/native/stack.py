@@ -130,7 +130,7 @@ class NativeStack:
         committed = (ctypes.c_int64 * batch)(*[lengths[row] for row in inputs.rows])
         rows = (ctypes.c_int64 * batch)(*inputs.rows)
         boundaries = (ctypes.c_int32 * len(features))(*features)
-        keys, values = self._blocks(cache)
+        keys, values = self.blocks(cache)
         out = self._outputs(batch, width, asked, len(features), stream)
         call = Call(
             batch, width, inputs.offset, torch.get_num_threads(), *map(_address, given), positions.data_ptr(),
@@ -169,7 +169,12 @@ class NativeStack:
             return _checked(name, tensor, torch.int64, (batch, width))
         return _checked(name, tensor, self.dtype, (batch, width, self.struct.hidden))
 
-    def _blocks(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def blocks(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Returns a cache's keys and values.
+
+        Raises:
+            ValueError: if they are not those of such a stack.
+        """
         struct, capacity = self.struct, cache.capacity
         shape = (struct.num_layers, cache.rows, struct.kv_heads, capacity, struct.dim)
         for name, block in (("key", cache.key_block), ("value", cache.value_block)):

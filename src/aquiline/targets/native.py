@@ -33,6 +33,8 @@ class NativeDecoder:
         form: of quantised weights, else None.
         dtype: bfloat16 or float32; of the cache and the features, whatever the weights are.
         device: the CPU.
+        embedding: (V, H).
+        project: see `Target.project`.
     """
 
     exact = True
@@ -46,7 +48,7 @@ class NativeDecoder:
         self.device: torch.device = decoder.device
         # Only the embedding is shared with the original: the rest is packed, so that the original's
         # weights are freed when the caller drops it.
-        self._embedding: Tensor = decoder.embed_tokens.weight.detach().contiguous()
+        self.embedding: Tensor = decoder.embed_tokens.weight.detach().contiguous()
         memory = Memory(library, form)
         memory.reserve(
             stack_bytes(
@@ -61,7 +63,7 @@ class NativeDecoder:
                 decoder_layers(decoder.layers), config.windows, config.rotary, strict=True)
         ]  # fmt: skip
         struct = stack_struct(config.layer, layers, self.dtype)
-        struct.embedding, struct.vocab = self._embedding.data_ptr(), config.vocab_size
+        struct.embedding, struct.vocab = self.embedding.data_ptr(), config.vocab_size
         struct.final_norm = memory.norm(decoder.norm)
         self.project = readout(memory, decoder.lm_head.weight, self.dtype, inputs=config.layer.hidden_size, wide=True)
         struct.head = self.project.struct.matrix
@@ -106,7 +108,7 @@ class NativeDecoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `Target.embed`."""
-        return nn.functional.embedding(tokens, self._embedding)
+        return nn.functional.embedding(tokens, self.embedding)
 
 
 class AngleTable:
@@ -143,7 +145,7 @@ def supported(config: LayerConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def stack_bytes(config: LayerConfig, layers: int, outputs: int, weight: float, lanes: int) -> int:
-    """Upper bound of the bytes that `layers` packed layers and a head of `outputs` rows take, at `weight` bytes each."""
+    """Upper bound of the bytes of `layers` packed layers and a head of `outputs` rows, at `weight` bytes each."""
     dim = padded(config.head_dim, lanes)
     heads, hidden = config.num_heads * dim, padded(config.hidden_size, INPUT_PAD)
     inner = padded(config.intermediate_size, INPUT_PAD)

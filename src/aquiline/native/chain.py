@@ -1,0 +1,107 @@
+"""Chains of drafts in one call of the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.cache import KVCache
+from aquiline.native.library import Call, Chain, ChainCall
+from aquiline.native.stack import Angles, NativeReadout, NativeStack
+
+
+@dataclass(frozen=True, eq=False)
+class NativeChain:
+    """A draft network with what makes chains of it.
+
+    Attributes:
+        stack: the network.
+        logits: (…, H) → (…, Vd) float32.
+        feedback: what the next level reads of a stream, or None for the stream itself.
+        embedding: (V, H) of the stack's dtype.
+        draft_to_target: (Vd,) int64, or None if the ids coincide.
+    """
+
+    stack: NativeStack
+    logits: NativeReadout
+    feedback: NativeReadout | None
+    embedding: Tensor
+    draft_to_target: Tensor | None
+
+    def __post_init__(self) -> None:
+        hidden, dtype = self.stack.struct.hidden, self.stack.dtype
+        table, ids = self.embedding, self.draft_to_target
+        good = table.dtype == dtype and table.shape[1:] == (hidden,) and table.is_contiguous()
+        if not (good and self.logits.dtype_in == dtype and self.logits.struct.inputs == hidden):
+            raise ValueError(
+                f"the embedding is {tuple(table.shape)}, {table.dtype} and the logits read {self.logits.struct.inputs} "
+                f"inputs, {self.logits.dtype_in}; allowed: contiguous (V, {hidden}), {dtype}"
+            )
+        if ids is not None and (ids.shape != (self.logits.struct.outputs,) or ids.dtype != torch.int64):
+            raise ValueError(f"draft_to_target is {tuple(ids.shape)}, {ids.dtype}; allowed: one int64 for each logit")
+
+    def draft(
+        self,
+        logits: Tensor,
+        hidden: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        angles: Angles,
+        levels: int,
+        floor: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts the likeliest token after each row, `levels` times; the cache does not advance.
+
+        Args:
+            logits: (B, Vd) float32 at the roots.
+            hidden: (B, H) feedback at the roots.
+            cache: with room for levels - 1 more positions of each row.
+            rows: the B rows of the cache.
+            angles: for these positions.
+            levels: ≥ 1.
+            floor: drafting ends after a level where no row's joint log-probability reaches it.
+
+        Returns:
+            (B, L) int64 target ids and (B, L) float32 joint log-probabilities, 1 ≤ L ≤ levels.
+
+        Raises:
+            ValueError: for sizes, tokens, positions or rows that do not fit.
+        """
+        batch, dtype = len(rows), self.stack.dtype
+        if logits.shape != (batch, self.logits.struct.outputs) or hidden.shape != (batch, self.stack.struct.hidden):
+            raise ValueError(f"logits and hidden are {tuple(logits.shape)}, {tuple(hidden.shape)} for {batch} rows")
+        if levels < 1 or not batch or len(set(rows)) != batch:
+            raise ValueError(f"{levels} levels below rows {list(rows)}; allowed: at least one, distinct rows")
+        keys, values = self.stack.blocks(cache)
+        lengths = cache.lengths.tolist()
+        positions = torch.tensor([lengths[row] for row in rows])
+        places = torch.tensor(list(rows))
+        # The call writes into these.
+        logits = logits.to(torch.float32, copy=True).contiguous()
+        hidden = hidden.to(dtype, copy=True).contiguous()
+        embedded, stream = torch.empty_like(hidden), torch.empty_like(hidden)
+        tokens = torch.empty(batch, levels, dtype=torch.int64)
+        scores = torch.empty(batch, levels)
+        call = Call(
+            batch=batch, width=1, threads=torch.get_num_threads(), embedded=embedded.data_ptr(),
+            hidden=hidden.data_ptr(), positions=positions.data_ptr(), committed=positions.data_ptr(),
+            rows=places.data_ptr(), cosines=angles.cosines.data_ptr(), sines=angles.sines.data_ptr(),
+            keys=keys.data_ptr(), values=values.data_ptr(), angles=len(angles.cosines), cache_rows=keys.shape[1],
+            capacity=keys.shape[3], stream_out=stream.data_ptr(),
+        )  # fmt: skip
+        ids = self.draft_to_target
+        chain = Chain(
+            ctypes.pointer(self.stack.struct), ctypes.pointer(self.logits.struct),
+            None if self.feedback is None else ctypes.pointer(self.feedback.struct),
+            self.embedding.data_ptr(), None if ids is None else ids.data_ptr(), len(self.embedding),
+        )  # fmt: skip
+        chains = ChainCall(
+            ctypes.pointer(call), logits.data_ptr(), tokens.data_ptr(), scores.data_ptr(), levels, 0, floor
+        )
+        if self.stack.library.draft(chain, chains):
+            raise ValueError(call.message.decode())
+        return tokens[:, : chains.done], scores[:, : chains.done]

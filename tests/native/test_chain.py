@@ -1,0 +1,85 @@
+"""Chains in one call are the chains of calls level by level."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.trees import Chain
+from aquiline.targets.native import NativeDecoder, native
+from tests.drafters.loop import extend, rows_of
+from tests.tiny import decoder, head
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {}),
+    ("eagle3", {"norm_output": True, "num_layers": 2}),
+    ("eagle", {"fc_bias": True}),
+]
+
+
+def made(kind: str, dtype: torch.dtype, policy: Chain, changes: dict[str, Any]) -> tuple[EagleDrafter, NativeDecoder]:
+    target = native(decoder("llama", dtype))
+    assert target is not None
+    drafter = EagleDrafter(head(kind, dtype=dtype, **changes), target, policy, packed=True)
+    assert drafter._chain is not None
+    return drafter, target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS)
+@pytest.mark.parametrize("policy", [Chain(1), Chain(6), Chain(6, 1e-4)])
+def test_a_chain_in_one_call_equals_its_levels(
+    kind: str, changes: dict[str, Any], dtype: torch.dtype, policy: Chain
+) -> None:
+    drafter, target = made(kind, dtype, policy, changes)
+    generator = torch.Generator().manual_seed(3)
+    size = len(drafter.needs.features) * target.shape.hidden_size
+    texts = [torch.randint(0, 90, (n,), generator=generator).tolist() for n in (9, 30, 2)]
+    features = [torch.randn(1, len(text) - 1, size, generator=generator).to(dtype) for text in texts]
+    trees = []
+    for chain in (drafter._chain, None):
+        for threads in (1, 2):
+            drafter._chain = chain
+            before = torch.get_num_threads()
+            try:
+                torch.set_num_threads(threads)
+                state = drafter.new_state(3, 8)
+                for slot, (text, given) in enumerate(zip(texts, features, strict=True)):
+                    extend(drafter, state, slot, text, given)
+                trees.append(drafter.propose(rows_of(*texts), state))
+                # A second draft sees none of the first.
+                trees.append(drafter.propose(rows_of(*texts), state))
+            finally:
+                torch.set_num_threads(before)
+    first = trees[0]
+    assert first.size > 1
+    for other in trees[1:]:
+        assert torch.equal(other.tokens, first.tokens) and torch.equal(other.num_nodes, first.num_nodes)
+        assert torch.equal(other.parents, first.parents)
+        # The tiny models' logits are in the hundreds: differences of them lose what one call keeps.
+        torch.testing.assert_close(other.log_probs, first.log_probs, atol=5e-4, rtol=1e-5)
+    assert torch.equal(trees[0].log_probs, trees[2].log_probs), "threads"
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    drafter, _ = made("eagle3", torch.float32, Chain(3), {})
+    chain, network = drafter._chain, drafter._network
+    assert chain is not None
+    state = drafter.new_state(1, 8)
+    call = (state.logits, state.hidden, state.cache, [0])
+    with pytest.raises(ValueError, match="allowed: at least one"):
+        network.draft(chain, *call, 0, 0.0)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="for 2 rows"):
+        chain.draft(*call[:3], [0, 1], network._angles.upto(9), 3, 0.0)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="slot|position"):
+        chain.draft(*call, network._angles.upto(100), 3000, -1e9)  # type: ignore[union-attr]
+    wrong = replace(chain, draft_to_target=None if chain.draft_to_target is None else chain.draft_to_target + 10**6)
+    if wrong.draft_to_target is not None:
+        with pytest.raises(ValueError, match="token 1000"):
+            wrong.draft(*call, network._angles.upto(100), 2, -1e9)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="embedding"):
+        replace(chain, embedding=chain.embedding.double())
