@@ -233,3 +233,21 @@ def test_prompts_run_again_draft_from_their_earlier_outputs(target: Path) -> Non
     assert [out.token_ids for out in again] == [out.token_ids for out in first] == [out.token_ids for out in plain]
     assert all(out.stats.sources["shared"] > 60 for out in again)
     assert sum(out.stats.steps for out in again) < sum(out.stats.steps for out in first) / 2.5
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integer_weights_decode_losslessly(target: Path, dtype: str) -> None:
+    drafted = aquiline.load(target, "prompt-lookup", dtype=dtype, exact=True, adaptive=False)
+    assert drafted.target.describe().startswith(f"native {dtype}")  # type: ignore[attr-defined]
+    prompts = [[5, 6, 7, 5, 6], [9, 8, 9, 8]]
+    drafts = drafted.generate(prompts, max_new_tokens=24, temperature=0)
+    plain = drafted.plain().generate(prompts, max_new_tokens=24, temperature=0)
+    assert [output.token_ids for output in drafts] == [output.token_ids for output in plain]
+
+
+def test_integer_weights_need_the_kernels(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"int8.*packed=True"):
+        aquiline.load(target, None, dtype="int8", packed=False)
+    monkeypatch.setattr("aquiline.targets.native.find_library", lambda: (None, "no compiler"))
+    with pytest.raises(ValueError, match=r"int4.*native kernels"):
+        aquiline.load(target, None, dtype="int4")

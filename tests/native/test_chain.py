@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         network.draft(chain, *call, 0, 0.0)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="for 2 rows"):
         chain.draft(*call[:3], [0, 1], network._angles.upto(9), 3, 0.0)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="slot|position"):
+    with pytest.raises(ValueError, match=r"slot|position"):
         chain.draft(*call, network._angles.upto(100), 3000, -1e9)  # type: ignore[union-attr]
     wrong = replace(chain, draft_to_target=None if chain.draft_to_target is None else chain.draft_to_target + 10**6)
     if wrong.draft_to_target is not None:

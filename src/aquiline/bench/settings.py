@@ -80,7 +80,9 @@ class BenchSettings:
     )  # fmt: skip
     batch_task: str | None = setting(None, "task for batch sizes above 1", shown="mt_bench, else the first task")
     heads: tuple[tuple[str, str], ...] = setting((), "(kind, folder) pairs of heads that do not ship")
-    dtype: str | None = setting(None, "dtype of the weights", shown="the fastest on this machine")
+    dtype: str | None = setting(
+        None, "dtype of the weights; int8 and int4 quantise them", shown="bfloat16 or float32, the faster here"
+    )
     device: str = setting("cpu", "where the target runs")
     threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
     seed: int = setting(0, "seed of sampled answers")
@@ -116,7 +118,9 @@ class TuneSettings:
         3, "trees of each drafter that are measured beside plain decoding and the default", unit="trees", allowed="≥ 1"
     )
     output: str = setting("tuned.json", "file to write")
-    dtype: str | None = setting(None, "dtype of the weights", shown="the fastest on this machine")
+    dtype: str | None = setting(
+        None, "dtype of the weights; int8 and int4 quantise them", shown="bfloat16 or float32, the faster here"
+    )
     device: str = setting("cpu", "where the target runs")
     threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
 
