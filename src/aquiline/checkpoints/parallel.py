@@ -25,6 +25,7 @@ from torch import Tensor
 from aquiline.checkpoints.eagle.config_kinds import check_kinds
 from aquiline.checkpoints.eagle.vocabulary import offsets, resolve_vocabulary
 from aquiline.checkpoints.report import HeadReport, fits
+from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.parallel_network import (
     HydraNetwork,
@@ -57,6 +58,7 @@ class StoredHeads:
         make: makes the network of `config`.
         draft_to_target: (Vd,) int64 increasing target ids, or None where draft and target ids coincide.
         fingerprint: of the target that they were trained for, or None.
+        gamma: exponent of their probabilities in coupled drafts, > 0.
         published: each head has an LM head of its own, as the reference repositories train them.
     """
 
@@ -65,6 +67,7 @@ class StoredHeads:
     make: Callable[[ParallelConfig], ParallelNetwork]
     draft_to_target: Tensor | None = None
     fingerprint: str | None = None
+    gamma: float = GAMMA
     published: bool = False
 
 
@@ -80,7 +83,7 @@ def heads_from_stored(stored: StoredHeads, dtype: torch.dtype, device: torch.dev
     weights = {name: t.to(device, dtype, copy=True).contiguous() for name, t in stored.tensors.items()}
     network.load_state_dict(weights, strict=True, assign=True)
     mapping = None if stored.draft_to_target is None else stored.draft_to_target.to(device)
-    return ParallelHeads(network.eval().requires_grad_(False), mapping, stored.fingerprint)
+    return ParallelHeads(network.eval().requires_grad_(False), mapping, stored.fingerprint, stored.gamma)
 
 
 def is_parallel(config: Mapping[str, Any]) -> bool:
@@ -116,7 +119,8 @@ def read_parallel(folder: Path, raw: Mapping[str, Any], target: TargetShape | No
     tensors = dict(read)
     vocabulary = resolve_vocabulary(tensors.pop("d2t", None), None, config.draft_vocab_size, config.vocab_size, place)
     fingerprint = raw.get("aquiline_target_fingerprint")
-    stored = StoredHeads(config, tensors, build_parallel_network, vocabulary.ids, fingerprint)
+    gamma = raw.get("aquiline_gamma") or GAMMA
+    stored = StoredHeads(config, tensors, build_parallel_network, vocabulary.ids, fingerprint, gamma)
     _check(stored, place)
     drafts = f"{config.draft_vocab_size} tokens ({vocabulary.source})"
     return stored, _report(folder, "aquiline", ("config.json", *files), stored, drafts, target)
@@ -168,6 +172,8 @@ def write_parallel_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     if heads.target_fingerprint:
         config["aquiline_target_fingerprint"] = heads.target_fingerprint
+    if heads.gamma != GAMMA:
+        config["aquiline_gamma"] = heads.gamma
     with filling(Path(folder)) as scratch:
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

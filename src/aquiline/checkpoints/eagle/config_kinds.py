@@ -50,7 +50,7 @@ _KINDS: dict[str, _Kind] = {
     "num_hidden_layers": _FEW,
     **dict.fromkeys(("model", "eagle_config", "transformer_layer_config", "rope_parameters", "rope_scaling"), _OBJECT),
     **dict.fromkeys(("hidden_act", "rope_type", "type", "aquiline_target_fingerprint", "aquiline_inputs"), _TEXT),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor", "factor"), _POSITIVE),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor", "factor", "aquiline_gamma"), _POSITIVE),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"), _POSITIVE),
     **dict.fromkeys(("logit_scale", "mscale", "mscale_all_dim"), _NUMBER),
     **dict.fromkeys(("bias", "attention_bias", "qkv_bias", "eagle_fc_bias", "fusion_bias", "layernorms"), _FLAG),

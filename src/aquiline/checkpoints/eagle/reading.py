@@ -15,6 +15,7 @@ from aquiline.checkpoints.eagle.layer_ids import LayerIds, looks_like_outputs, r
 from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, head_config
 from aquiline.checkpoints.eagle.vocabulary import DraftVocabulary, resolve_vocabulary
 from aquiline.checkpoints.report import HeadReport, fits
+from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import HeadConfig
 from aquiline.models.tensors import check_values, read_weights
 from aquiline.targets.target import TargetShape
@@ -72,7 +73,8 @@ def read_eagle(
     check_tensors(sizes, tensors, place)
     vocabulary = _vocabulary(sizes, raw, d2t, t2d, place)
     _check_embedding(sizes, embedding, place)
-    stored = StoredHead(sizes, tensors, vocabulary.ids, embedding, raw.get("aquiline_target_fingerprint"))
+    fingerprint, gamma = raw.get("aquiline_target_fingerprint"), raw.get("aquiline_gamma") or GAMMA
+    stored = StoredHead(sizes, tensors, vocabulary.ids, embedding, fingerprint, gamma)
     notes = (*translated.notes, *fc_notes, *_doubts(stored, raw, translated.dialect, target, choices))
     return stored, _report(path, translated.dialect, files, stored, ids, vocabulary, target, notes)
 

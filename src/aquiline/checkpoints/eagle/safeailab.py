@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.eagle.vocabulary import membership, offsets
+from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig
 from aquiline.models.files import filling
 from aquiline.targets.rope import RopeConfig
@@ -48,6 +49,8 @@ def native_config(stored: StoredHead) -> dict[str, Any]:
         result["eagle_aux_hidden_state_layer_ids"] = list(config.features)
     if stored.fingerprint:
         result["aquiline_target_fingerprint"] = stored.fingerprint
+    if stored.gamma != GAMMA:
+        result["aquiline_gamma"] = stored.gamma
     return result
 
 

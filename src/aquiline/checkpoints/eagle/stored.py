@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aquiline.checkpoints.eagle.config_kinds import check_sizes
 from aquiline.checkpoints.eagle.layer_ids import LayerIds
+from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network
 from aquiline.models import tensors as tensor_rules
 from aquiline.targets.layers import LayerConfig
@@ -33,6 +34,7 @@ class StoredHead:
         draft_to_target: (Vd,) int64 increasing target ids, or None where they coincide.
         embedding: (V, H_draft) the head's own embedding, or None.
         fingerprint: of the target that it was trained for, or None.
+        gamma: exponent of its probabilities in coupled drafts, > 0; see `aquiline.drafters.coupled`.
     """
 
     config: HeadConfig
@@ -40,6 +42,7 @@ class StoredHead:
     draft_to_target: Tensor | None = None
     embedding: Tensor | None = None
     fingerprint: str | None = None
+    gamma: float = GAMMA
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,6 +65,7 @@ def stored_from_head(head: DraftHead, dtype: torch.dtype) -> StoredHead:
         draft_to_target=None if head.draft_to_target is None else head.draft_to_target.cpu(),
         embedding=None if embedding is None else embedding.detach().cpu().to(dtype).contiguous(),
         fingerprint=head.target_fingerprint,
+        gamma=head.gamma,
     )
 
 
@@ -76,6 +80,7 @@ def head_from_stored(stored: StoredHead, dtype: torch.dtype) -> DraftHead:
         draft_to_target=stored.draft_to_target,
         embedding=None if stored.embedding is None else stored.embedding.to(dtype),
         target_fingerprint=stored.fingerprint,
+        gamma=stored.gamma,
     )
 
 
