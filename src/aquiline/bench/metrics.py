@@ -121,12 +121,11 @@ def _cell(
 
 
 def tau(records: Sequence[Record]) -> dict[str, float]:
-    """τ with its interval; 1 for plain decoding."""
-    pairs = [(r, float(r.accepted), float(r.steps)) for r in records]
-    value = 1 + sum(a for _, a, _ in pairs) / sum(s for _, _, s in pairs)
-    drawn = _resampled(records, [(a, s) for _, a, s in pairs])
-    sums = np.nansum(drawn, axis=(1, 2))
-    low, high = np.percentile(1 + sums[:, 0] / np.maximum(sums[:, 1], 1), (2.5, 97.5))
+    """τ with its interval; 1 for plain decoding. The first token of a row comes from its prefill."""
+    pairs = [(float(r.tokens - len(r.outputs)), float(r.steps)) for r in records]
+    value = sum(tokens for tokens, _ in pairs) / sum(steps for _, steps in pairs)
+    sums = np.nansum(_resampled(records, pairs), axis=(1, 2))
+    low, high = np.percentile(sums[:, 0] / np.maximum(sums[:, 1], 1), (2.5, 97.5))
     return {"value": value, "low": float(low), "high": float(high)}
 
 

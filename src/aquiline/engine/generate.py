@@ -18,7 +18,8 @@ def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Str
     Requests wait for a free slot, and leave it as soon as they finish. One that fails (its logits
     processor raises) ends alone, with the error in its output; a single request raises it. An output depends only on
     its own request, not on the rest of the batch (with sampled drafts: in distribution, because
-    they share one generator). Closing the iterator frees everything.
+    they share one generator; in bfloat16, up to near-ties where a prompt shares its beginning with
+    another, whose keys it reuses). Closing the iterator frees everything.
 
     Args:
         engine: runs the requests.

@@ -212,7 +212,7 @@ def _check_params(engine: Engine, params: SamplingParams) -> None:
         )
     if params.stop and engine.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, which this engine lacks; use stop_token_ids")
-    special = special_tokens(engine.tokenizer) if params.stop else {}
+    special = special_tokens(engine.tokenizer) if params.stop and params.skip_special_tokens else {}
     for stop in params.stop:
         inside = next((text for text in special if len(text) > 1 and text in stop and text != stop), None)
         if inside is not None:
