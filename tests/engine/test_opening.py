@@ -85,6 +85,11 @@ def test_settings_without_a_counterpart_are_named(tmp_path: Path, caplog: pytest
 
 
 def test_values_that_are_not_allowed_name_the_file(tmp_path: Path) -> None:
-    for bad in ({"eos_token_id": "x"}, {"do_sample": True, "top_p": 7.0}, {"repetition_penalty": -1}):
+    for bad in (
+        {"eos_token_id": "x"},
+        {"do_sample": "false"},
+        {"do_sample": True, "top_p": 7.0},
+        {"repetition_penalty": -1},
+    ):
         with pytest.raises(ValueError, match=r"generation_config\.json"):
             generation_defaults(folder(tmp_path, bad), None, None)

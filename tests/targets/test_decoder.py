@@ -72,6 +72,9 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"] * 3 + ["full_attention"],
     },
     "rope_scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 500.0},
+    "yarn without factor": {
+        "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16, "factor": None}
+    },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
 }
 
@@ -110,6 +113,7 @@ LENGTHS: list[tuple[dict[str, Any], int]] = [
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
     ({"rope_type": "yarn", "factor": 4.0}, 256),
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 16}, 64),
     ({"rope_type": "linear", "factor": 2.0}, 128),
     ({"rope_type": "dynamic", "factor": 4.0}, 64),
     ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}, 32),
@@ -185,6 +189,14 @@ def test_an_lm_head_in_the_file_is_used_whatever_the_config_says(
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
         ({"rope_scaling": [1]}, r"rope_scaling is \[1\]"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0; allowed"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta = nan; allowed"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor = 'x'; allowed"),
+        ({"rope_scaling": {"type": "linear"}}, "factor = None; allowed"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor = None; allowed"),
+        ({"model_type": None}, "model_type is None; allowed"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]; allowed"),
+        ({"model_type": "unheard-of"}, "transformers cannot load.*unheard-of"),
     ],
     ids=str,
 )

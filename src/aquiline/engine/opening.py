@@ -232,7 +232,10 @@ def _sampling_defaults(config: Mapping[str, Any]) -> SamplingParams:
         "repetition_penalty": given("repetition_penalty", 1.0),
         "min_new_tokens": given("min_new_tokens", 0),
     }
-    if not config.get("do_sample"):
+    samples = given("do_sample", False)
+    if not isinstance(samples, bool):
+        raise ValueError(f"do_sample is {samples!r}; allowed: true or false")
+    if not samples:
         return SamplingParams(**always)
     return SamplingParams(
         **always,

@@ -123,6 +123,28 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
         rope = config.get(name)
         if not isinstance(rope, dict | None):
             raise ValueError(f"{folder / 'config.json'}: {name} is {rope!r}; allowed: an object; fetch it again")
+        for part in [rope or {}, *(value for value in (rope or {}).values() if isinstance(value, dict))]:
+            _check_rope(f"{folder / 'config.json'}: {name}", part)
+    if not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{folder / 'config.json'}: model_type is {config.get('model_type')!r}; allowed: a name")
+
+
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _check_rope(place: str, rope: Mapping[str, Any]) -> None:
+    needed = _ROPE_NEEDS.get(str(rope.get("rope_type", rope.get("type"))), ())
+    for key in _ROPE_NUMBERS:
+        value: Any = rope.get(key)
+        if value is None and key not in needed:
+            continue
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise ValueError(f"{place} has {key} = {value!r}; allowed: a number > 0; fetch it again")
 
 
 _MIXED = "the files belong to different models: fetch the folder again"
@@ -226,7 +248,7 @@ def _load_with_transformers(
         )
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
-            raise
+            raise ValueError(f"transformers cannot load {folder} ({str(error).strip().splitlines()[0]})") from error
         kind = read_json(folder / "config.json").get("model_type")
         raise ValueError(
             f"{folder} is not a causal language model (model_type {kind!r}); allowed: models that "

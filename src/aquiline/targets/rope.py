@@ -64,7 +64,10 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1 and kind != "default":  # Without scaling, these families rotate whole heads whatever it says.
         raise ValueError(f"partial_rotary_factor {partial!r} with rope scaling {kind!r} is not supported")
-    return RopeConfig(float(theta), head_dim, kind, parameters, _original(config, parameters))
+    original = _original(config, parameters)
+    if kind == "yarn" and parameters.get("factor") is None:  # as far as max_position_embeddings says
+        parameters["factor"] = int(config.get("max_position_embeddings") or original) / max(original, 1)
+    return RopeConfig(float(theta), head_dim, kind, parameters, original)
 
 
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
