@@ -421,7 +421,7 @@ def test_foreign_caches_and_full_contexts_are_errors() -> None:
         copy.forward(tokens, positions, None, copy.new_cache(1, 8), [1])
     with pytest.raises(ValueError, match="cache row -1"):
         copy.forward(tokens, positions, None, copy.new_cache(1, 8), [-1])
-    with pytest.raises(ValueError, match="the context of this model is 256"):
+    with pytest.raises(ValueError, match="context is 256"):
         tokens, positions = chain([3], 256 + SCRATCH)
         copy.forward(tokens, positions, None, fill(copy, [3]), [0])
 

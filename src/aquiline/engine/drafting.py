@@ -16,6 +16,7 @@ from aquiline.targets.target import Target, TargetShape
 
 if TYPE_CHECKING:
     from aquiline.checkpoints.open import Head
+    from aquiline.native.codes import WeightFormat
 
 logger = logging.getLogger("aquiline")
 
@@ -203,6 +204,8 @@ def _lookup(tree: TreePolicy | None) -> PromptLookup:
 
 
 def _eagle(head: Head, tree: TreePolicy | None, target: Target, packed: bool) -> Drafter:
+    import torch
+
     from aquiline.checkpoints.eagle.stored import head_from_stored
     from aquiline.checkpoints.open import stored_eagle
     from aquiline.drafters.eagle import EagleDrafter
@@ -210,7 +213,9 @@ def _eagle(head: Head, tree: TreePolicy | None, target: Target, packed: bool) ->
     if tree is None:
         on_cpu = target.device.type == "cpu"
         tree = GPU_TREE if not on_cpu else CPU_TREE if head.kind == "eagle3" else CPU_TREE_EAGLE1
-    return EagleDrafter(head_from_stored(stored_eagle(head), target.dtype), target, tree, packed=packed)
+    # Rounding a head to int8 changes its acceptance by less than chance, and reads half as much.
+    form: WeightFormat | None = "int8" if target.dtype == torch.bfloat16 else None
+    return EagleDrafter(head_from_stored(stored_eagle(head), target.dtype), target, tree, packed=packed, form=form)
 
 
 def _parallel(head: Head, tree: TreePolicy | None, target: Target) -> Drafter:
