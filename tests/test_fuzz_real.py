@@ -24,7 +24,7 @@ from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.grammar import json_schema, lark, regex
 from aquiline.engine.request import Engine, GenerationOutput, Request
 from aquiline.engine.text import encode_prompt
-from aquiline.native.library import find_library
+from tests.conftest import runs_kernels
 
 pytestmark = [pytest.mark.real, pytest.mark.verify]
 
@@ -145,7 +145,7 @@ def fuzz(loaded: aquiline.Loaded, kinds: tuple[str, ...], calls: int, seed: int)
 
 @pytest.mark.timeout(3000)
 def test_everything_in_bfloat16(smollm2_folder: object) -> None:
-    if find_library()[0] is None:
+    if not runs_kernels():
         pytest.skip("only the native kernels keep the bits")
     accepted, refused = fuzz(aquiline.load("smollm2", None, dtype="bfloat16"), KINDS, 120, 0)
     assert accepted > 120 and refused > 120, "drafts must be both right and wrong, or nothing was tried"

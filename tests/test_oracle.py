@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -20,14 +21,19 @@ from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.request import Engine, Request
+from aquiline.native.library import find_library
 from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder
+from aquiline.targets.native import NativeDecoder, native
+from aquiline.targets.target import Target
 from tests import tiny
+from tests.conftest import runs_kernels
 from tests.drafters import taught
 from tests.drafters.loop import noisy
 from tests.knowing_drafter import KnowingDrafter, known_from
 
 pytestmark = pytest.mark.oracle
+kernels = pytest.mark.skipif(not runs_kernels(), reason="no kernels were asked for")
 
 SEEDS = {
     "llama": 4,
@@ -82,7 +88,7 @@ Texts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """(Prompt, answer) pairs: what a drafter knows, so that it is right often enough."""
 
 
-Make = Callable[[Decoder, Texts, TreePolicy], Drafter | None]
+Make = Callable[[Target, Texts, TreePolicy], Drafter | None]
 
 
 @cache
@@ -97,21 +103,45 @@ def knowing(texts: Texts, branches: int) -> KnowingDrafter:
 
 eagle_head, parallel_heads = cache(taught.eagle_head), cache(taught.parallel_heads)
 
+TEACHERS: dict[int, Decoder] = {}
+"""id of a native target → the same weights in float64, for heads that are fitted to it."""
+
+
+@cache
+def native_target(family: str, dtype: torch.dtype) -> NativeDecoder:
+    copy = native(tiny.decoder(family, dtype))
+    assert copy is not None, find_library()[1]
+    TEACHERS[id(copy)] = tiny.decoder(family)
+    return copy
+
 
 def eagle(kind: str) -> Make:
-    return lambda target, texts, tree: EagleDrafter(eagle_head(kind, target, texts), target, tree)
+    def make(target: Target, texts: Texts, tree: TreePolicy) -> Drafter:
+        head = eagle_head(kind, TEACHERS.get(id(target), target), texts)
+        head = replace(head, network=deepcopy(head.network).to(target.dtype))
+        return EagleDrafter(head, target, tree, packed=isinstance(target, NativeDecoder))
+
+    return make
 
 
 def parallel(kind: str) -> Make:
-    return lambda target, texts, tree: ParallelDrafter(parallel_heads(kind, target, texts), target)
+    def make(target: Target, texts: Texts, tree: TreePolicy) -> Drafter:
+        heads = parallel_heads(kind, TEACHERS.get(id(target), target), texts)
+        return ParallelDrafter(replace(heads, network=deepcopy(heads.network).to(target.dtype)), target)
+
+    return make
 
 
-def lookup_first(target: Decoder, texts: Texts, tree: TreePolicy) -> Drafter:
+def lookup_first(target: Target, texts: Texts, tree: TreePolicy) -> Drafter:
     return LookupFirst(PromptLookup(min_ngram=1), eagle("eagle3")(target, texts, tree))
 
 
-def merged(target: Decoder, texts: Texts, tree: TreePolicy) -> Drafter:
+def merged(target: Target, texts: Texts, tree: TreePolicy) -> Drafter:
     return Merged(eagle("eagle")(target, texts, Chain(3)), PromptLookup(min_ngram=1, num_branches=2))
+
+
+def small_model(target: Target) -> Drafter:
+    return SmallModel(noisy(TEACHERS.get(id(target), target), 0.03), target, Chain(3))
 
 
 # Name → (does it take a tree policy, how it is made).
@@ -125,7 +155,10 @@ DRAFTERS: dict[str, tuple[bool, Make]] = {
     "hydra": (False, parallel("hydra")),
     "lookup": (False, lambda target, texts, tree: PromptLookup(min_ngram=1, num_branches=3)),
     "lookahead": (False, lambda target, texts, tree: Lookahead(window=3, ngram=3, guesses=3)),
-    "small-model": (False, lambda target, texts, tree: SmallModel(noisy(target, 0.03), target, Chain(3))),
+    "small-model": (
+        False,
+        lambda target, texts, tree: small_model(target),
+    ),
     "lookup-first": (True, lookup_first),
     "merged": (False, merged),
 }
@@ -160,7 +193,13 @@ def combinations() -> list[Combination]:
 
 def run(case: Combination) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, int]]]:
     """Returns (what we emitted, what transformers emits, per row (accepted, nodes))."""
-    texts, target = greedy(case.family), tiny.decoder(case.family)
+    return compare(case, tiny.decoder(case.family), greedy(case.family))
+
+
+def compare(
+    case: Combination, target: Target, texts: Texts
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, int]]]:
+    """As `run`, for any target and its own greedy answers."""
     last = ends(case.family) if case.end != "budget" else ()
     drafter = DRAFTERS[case.drafter][1](target, texts, TREES.get(case.tree, Chain(1)))
     engine = Engine(target, drafter, None, last if case.end == "eos" else (), max_rows=case.batch)
@@ -189,6 +228,26 @@ def test_ids_equal_those_of_transformers(family: str) -> None:
                 assert 0 < accepted < nodes, f"{case}: accepted {accepted} of {nodes} nodes; both must happen"
 
 
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_ids_on_the_kernels_equal_those_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
+    """Trees in bfloat16, too: a quarter of the sample in each dtype."""
+    target = native_target(family, dtype)
+    params = SamplingParams(max_new_tokens=LENGTH)
+    plain = generate_requests(Engine(target, None, None, ()), [Request(prompt, params) for prompt in prompts(family)])
+    texts = tuple((tuple(p), tuple(out.token_ids)) for p, out in zip(prompts(family), plain, strict=True))
+    cases = [case for case in combinations() if case.family == family][dtype == torch.bfloat16 :: 3]
+    seen = []
+    with torch.inference_mode():
+        for case in cases:
+            ours, expected, counts = compare(case, target, texts)
+            assert ours == expected, str(case)
+            seen += counts
+    accepted, nodes = (sum(column) for column in zip(*seen, strict=True))
+    assert 0 < accepted < nodes, "drafts must be both right and wrong, or nothing was tried"
+
+
 def test_the_sample_covers_every_drafter_tree_batch_and_end() -> None:
     cases = combinations()
     assert len(cases) == len(set(cases)) >= 200
@@ -202,20 +261,36 @@ def test_the_greedy_texts_vary() -> None:
         assert len({token for _, answer in greedy(family) for token in answer}) >= 20
 
 
+SAMPLED = {
+    "temperature": SamplingParams(max_new_tokens=LENGTH, temperature=0.5, seed=0),
+    "top-k": SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=20, seed=6),
+    "top-p": SamplingParams(max_new_tokens=LENGTH, temperature=1.2, top_p=0.8, min_p=0.02, seed=0),
+    "penalties": SamplingParams(
+        max_new_tokens=LENGTH, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.2, seed=31
+    ),
+}
+
+
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "plain"])
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_new_tokens=LENGTH, temperature=0.5, seed=0),
-        SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=20, seed=6),
-        SamplingParams(max_new_tokens=LENGTH, temperature=1.2, top_p=0.8, min_p=0.02, seed=0),
-        SamplingParams(max_new_tokens=LENGTH, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.2, seed=31),
-    ],
-    ids=["temperature", "top-k", "top-p", "penalties"],
-)
-def test_seeded_sampling_equals_seeded_plain_decoding(name: str, params: SamplingParams) -> None:
+@pytest.mark.parametrize("params", SAMPLED)
+def test_seeded_sampling_equals_seeded_plain_decoding(name: str, params: str) -> None:
+    accepted, nodes = sample(tiny.decoder("qwen3"), name, SAMPLED[params])
+    assert 0 < accepted < nodes, f"accepted {accepted} of {nodes} nodes; both must happen"
+
+
+@kernels
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_seeded_sampling_on_the_kernels(name: str, dtype: torch.dtype) -> None:
+    accepted, nodes = sample(native_target("qwen3", dtype), name, SAMPLED["temperature"])
+    # These two depend on repetitions, and the seed was chosen for those of the text in float64.
+    assert (0 if name in ("lookup", "lookahead") else 1) <= accepted < nodes
+
+
+def sample(target: Target, name: str, params: SamplingParams) -> tuple[int, int]:
+    """Compares a drafter with plain decoding; returns (accepted, nodes)."""
     family = "qwen3"
-    target, requests = tiny.decoder(family), [Request(prompt, params) for prompt in prompts(family)]
+    requests = [Request(prompt, params) for prompt in prompts(family)]
     plain = generate_requests(Engine(target, None, None, (), max_rows=1), requests)
     # Heads that know the sampled texts, so that drafts are accepted here too.
     texts = tuple(
@@ -226,7 +301,7 @@ def test_seeded_sampling_equals_seeded_plain_decoding(name: str, params: Samplin
     ours = generate_requests(Engine(target, drafter, None, (), max_rows=3), requests)
     assert [output.token_ids for output in ours] == [output.token_ids for output in plain]
     accepted, nodes = (sum(getattr(output.stats, name) for output in ours) for name in ("accepted", "nodes"))
-    assert 0 < accepted < nodes, f"accepted {accepted} of {nodes} nodes; both must happen"
+    return accepted, nodes
 
 
 def test_a_drafter_that_knows_gives_depth_plus_one_and_one_that_never_does_gives_one() -> None:

@@ -16,8 +16,8 @@ from aquiline.drafters.trees import TreePolicy
 from aquiline.engine.drafting import make_drafter
 from aquiline.engine.request import GenerationOutput
 from aquiline.loading import Loaded
-from aquiline.native.library import find_library
 from aquiline.targets.native import NativeDecoder
+from tests.conftest import runs_kernels
 from tests.prompts import PROMPTS
 
 pytestmark = pytest.mark.real
@@ -40,7 +40,7 @@ def test_load_takes_the_shipped_head_and_the_kernels(loaded: Loaded) -> None:
     assert shipped_for(loaded.target_path)[0].name == "smollm2-eagle3"
     assert loaded.draft_name == "smollm2-eagle3 (eagle3) + prompt lookup"
     assert isinstance(loaded.drafter, Adaptive)
-    assert isinstance(loaded.target, NativeDecoder) == (find_library()[0] is not None)
+    assert isinstance(loaded.target, NativeDecoder) == runs_kernels()
 
 
 def test_forty_prompts_in_float32(loaded: Loaded) -> None:
@@ -86,7 +86,7 @@ METHODS: dict[str, tuple[str, TreePolicy | None]] = {
 
 @pytest.fixture(scope="module")
 def plain_bfloat16(smollm2_folder: object) -> Loaded:
-    if find_library()[0] is None:
+    if not runs_kernels():
         pytest.skip("only the native kernels keep the bits")
     return aquiline.load("smollm2", None, dtype="bfloat16", exact=True)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import aquiline
+from tests.conftest import runs_kernels
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,7 +73,8 @@ def test_its_commands_run_outside_the_repository(installed: Path, smollm2_folder
     command = str(installed / "bin" / "aquiline")
     assert run(installed, command, "--version").split() == ["aquiline", aquiline.__version__]
     assert "native kernels" in run(installed, command, "doctor")
-    assert "native.so" in run(installed, command, "build")
+    if runs_kernels():
+        assert "native.so" in run(installed, command, "build")
     words = ("generate", "Name three colours.", "--max-new-tokens", "16", "--temperature", "0", "--json")
     drafted = json.loads(run(installed, command, *words))
     assert len(drafted["token_ids"]) == 16 and drafted["text"].strip()

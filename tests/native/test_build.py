@@ -23,7 +23,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    source = str(Path(building.__file__).parents[2])
+    source = os.pathsep.join((str(Path(building.__file__).parents[2]), str(Path(__file__).parents[2])))
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": source, **environment},
@@ -89,6 +89,27 @@ def test_a_library_that_does_not_fit_is_refused(cache_folder: Path) -> None:
 def test_it_can_be_turned_off() -> None:
     shown = run("from aquiline.native.library import find_library; print(find_library())", AQUILINE_NATIVE="0")
     assert "turned off by AQUILINE_NATIVE=0" in shown.stdout and not shown.stderr
+
+
+@pytest.mark.parametrize(
+    "environment", [{"AQUILINE_NATIVE": "0"}, {"PATH": "", "CXX": "", "AQUILINE_CACHE": "/nowhere"}]
+)
+def test_everything_runs_without_kernels(environment: dict[str, str]) -> None:
+    code = (
+        "import torch, aquiline; from tests import tiny\n"
+        "loaded = aquiline.load(tiny.hf_model('llama', torch.float32), 'prompt-lookup')\n"
+        "ours, plain = (m.generate([5, 6, 5, 6, 5], max_new_tokens=12).token_ids for m in (loaded, loaded.plain()))\n"
+        "print(type(loaded.target).__name__, ours == plain)\n"
+    )
+    assert run(code, **environment).stdout.split() == ["Decoder", "True"]
+    refused = (
+        "import torch, aquiline; from tests import tiny\n"
+        "aquiline.load(tiny.hf_model('llama', torch.float32), exact=True)"
+    )
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run(refused, **environment)
+    shown = error.value.stderr
+    assert "exact is True" in shown and any(why in shown for why in ("AQUILINE_NATIVE=0", "install g++"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what Linux says is loaded")

@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,9 @@ FLAGS = (
     "-Wno-maybe-uninitialized",
 )
 """Flags of every build; the instruction set comes on top."""
+
+EXTRA_FLAGS = "AQUILINE_CXXFLAGS"
+"""Environment variable with more flags for compiling and linking, such as those of a sanitizer."""
 
 TIME_LIMIT = 300
 """Seconds that a compiler may take."""
@@ -100,6 +103,7 @@ def build(extra: Sequence[str] = ("-march=native",)) -> Path:
     """
     compiler = find_compiler()
     here = Path(__file__).parent
+    extra = (*extra, *os.environ.get(EXTRA_FLAGS, "").split())
     digest = hashlib.sha256()
     for file in sorted((*here.glob("*.h"), *here.glob("*.cpp"))):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -123,21 +127,28 @@ def build(extra: Sequence[str] = ("-march=native",)) -> Path:
 def _compile(compiler: Compiler, here: Path, extra: Sequence[str], target: Path) -> None:
     # Compiling and linking apart: -fopenmp would link a runtime of its own.
     objects = [target.with_name(f"{Path(source).stem}.o") for source in SOURCES]
+    # A preloaded sanitizer would run in the compiler as well.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     commands = [
         [compiler.path, *FLAGS, *extra, "-c", str(here / source), "-o", str(file)]
         for source, file in zip(SOURCES, objects, strict=True)
     ]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    running = [_start(command, environment) for command in commands]
     try:
         for process in running:
             _check(process)
-        linked = [compiler.path, "-shared", *map(str, objects), "-o", str(target)]
-        _check(subprocess.Popen(linked, stderr=subprocess.PIPE, text=True))
+        sanitizers = [flag for flag in extra if flag.startswith("-fsanitize")]
+        linked = [compiler.path, "-shared", *sanitizers, *map(str, objects), "-o", str(target)]
+        _check(_start(linked, environment))
     finally:
         for process in running:
             process.kill()
         for file in objects:
             file.unlink(missing_ok=True)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def _check(process: subprocess.Popen[str]) -> None:
