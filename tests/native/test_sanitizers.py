@@ -51,13 +51,14 @@ def test_the_kernels_are_clean() -> None:
 @pytest.mark.verify
 @pytest.mark.timeout(600)
 def test_a_read_out_of_bounds_is_caught() -> None:
-    """Without the checks in Python, a kernel would read what is not there: the build notices."""
+    """What the checks in Python prevent: a call that claims more rows than there are."""
     code = (
-        "import torch; from aquiline.native import stack; from aquiline.native.library import find_library\n"
+        "import torch; from aquiline.native import stack\n"
+        "from aquiline.native.library import ReadoutCall, find_library\n"
         "from aquiline.native.packing import Memory\n"
         "product = stack.readout(Memory(find_library()[0]), torch.randn(8, 64), torch.float32, inputs=64)\n"
-        "stack._checked = lambda name, tensor, dtype, shape: tensor\n"
-        "product.struct.inputs = 4096; product(torch.randn(1, 4096)[:, :64].clone().expand(64, 64))\n"
+        "x, out = torch.randn(1, 64), torch.empty(1, 8)\n"
+        "product.library.read_out(product.struct, ReadoutCall(x.data_ptr(), out.data_ptr(), 1000, 1, 0))\n"
     )
     done = sanitized("-c", code)
     assert done.returncode != 0 and "AddressSanitizer" in done.stderr
