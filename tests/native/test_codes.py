@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -79,3 +82,17 @@ def test_values_that_are_not_finite_stay_so(library: Library, form: WeightFormat
     assert product(x).isfinite().all(1).tolist() == [i not in (2, 7) for i in range(9)]
     assert not product(torch.zeros(3, 96)).any() or form == "int4"
     assert product(torch.zeros(3, 96)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"group": 96}, "group is 96; allowed: 32, 64"),
+        ({"group": 64}, r"scales are \(6, 4\).*allowed: \(6, 2\)"),
+        ({"scales": torch.ones(6, 4)}, "scales.*float32.*float16"),
+        ({"minima": torch.ones(6, 4).half()}, "values.*int8.*uint8"),
+    ],
+)
+def test_codes_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(random_codes(6, 128, 32, 8), **change)

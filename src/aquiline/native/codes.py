@@ -22,13 +22,31 @@ class Codes:
         values: (outputs, inputs) int8 in -127 … 127, or uint8 in 0 … 15 where there are minima.
         scales: (outputs, inputs / group rounded up) float16.
         minima: as `scales`, or None.
-        group: inputs of a scale.
+        group: inputs of a scale: 32, 64, 128, 192 or 256.
+
+    Raises:
+        ValueError: for sizes and dtypes that do not fit.
     """
 
     values: Tensor
     scales: Tensor
     minima: Tensor | None
     group: int
+
+    def __post_init__(self) -> None:
+        if self.group not in (32, 64, 128, 192, 256):
+            raise ValueError(f"the group is {self.group}; allowed: 32, 64, 128, 192 or 256 inputs")
+        shape = (self.values.shape[0], -(-self.values.shape[1] // self.group))
+        whole = torch.int8 if self.minima is None else torch.uint8
+        for name, tensor, size, dtype in (
+            ("values", self.values, self.values.shape, whole),
+            ("scales", self.scales, shape, torch.float16),
+            ("minima", self.minima, shape, torch.float16),
+        ):
+            if tensor is not None and (tensor.shape != size or tensor.dtype != dtype):
+                raise ValueError(
+                    f"the {name} are {tuple(tensor.shape)}, {tensor.dtype}; allowed: {tuple(size)}, {dtype}"
+                )
 
     def rows(self, order: Tensor) -> Codes:
         """Takes rows; -1 stands for a row of zeros."""
