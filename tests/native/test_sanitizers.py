@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 TESTED = (
     "tests/native/test_products.py",
+    "tests/native/test_codes.py",
+    "tests/native/test_chain.py",
     "tests/native/test_wrong_inputs.py",
     "tests/targets/test_native.py",
     "tests/drafters/test_native_network.py",

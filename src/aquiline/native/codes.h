@@ -57,7 +57,8 @@ inline void quantise(const float* x, int inputs, const Rows& to, int t) {
   for (int i = 0; i < inputs; i += SUM_INPUTS) {
     Ints total{};
     for (int j = i; j < i + SUM_INPUTS; j += LANES) {
-      const Ints q = to_int(load(x + j) * inverse);
+      const Floats scaled = load(x + j) * inverse;
+      const Ints q = to_int((Floats)((Ints)scaled & (Ints)(scaled == scaled)));  // NaN: the scale has it
       total += q;
       if (to.split) {
         const Ints upper = (q + 128) >> 8;
