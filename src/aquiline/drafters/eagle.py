@@ -186,10 +186,13 @@ class EagleDrafter:
         network, at = self._network, trees.select(tokens.device, waiting)
         fused = network.fuse(features.to(self._rotary.dtype))
         stream = self._forward(tokens, fused, positions, None, state.cache, waiting)
-        at_last = stream.gather(1, last[:, :, None].expand(-1, -1, stream.shape[2]))[:, 0]
+        at_last, roots = stream[:, -1], tokens[:, -1]
+        if len(waiting) > 1:
+            at_last = stream.gather(1, last[:, :, None].expand(-1, -1, stream.shape[2]))[:, 0]
+            roots = tokens.gather(1, last)[:, 0]
         state.hidden[at] = network.feedback(at_last)
         state.logits[at] = self._logits(at_last).float()
-        state.roots[at] = tokens.gather(1, last)[:, 0]
+        state.roots[at] = roots
         for slot, count in zip(waiting, counts, strict=True):
             commit(state.cache, torch.arange(count)[None], [slot])
             state.pending[slot].clear()
