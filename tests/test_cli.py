@@ -15,6 +15,7 @@ import torch
 
 from aquiline.cli import COMMANDS, build_parser
 from aquiline.commands.doctor import examine
+from aquiline.drafters.trees import TREE_FORMS
 from tests.command_line import Result, call, write_eagle, write_target
 from tests.conftest import runs_kernels
 
@@ -328,6 +329,8 @@ def test_help_of_every_command_is_a_sentence(aquiline: Any) -> None:
     for name in COMMANDS:
         result = aquiline(name, "--help")
         assert result.code == 0 and "usage: aquiline" in result.out
+        forms = "--tree" not in result.out or "".join(TREE_FORMS.split()) in "".join(result.out.split())
+        assert forms, "the help of --tree differs from the language"
     assert aquiline("--version").out.startswith("aquiline ")
 
 

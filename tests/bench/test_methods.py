@@ -78,6 +78,7 @@ def test_a_head_of_another_kind_is_refused(bed: Bed) -> None:
         ("medusa:dynamic", "allowed for medusa: Chain, StaticTree"),
         ("small-model:chain:2:depth=3", "depth is not a setting of small-model; allowed: sampled"),
         ("prompt-lookup:chain:3", "prompt-lookup takes no tree"),
+        ("eagle3:", "'eagle3:' has an empty part.*leave the colon out"),
     ],
 )
 def test_settings_that_make_no_tree(bed: Bed, label: str, reason: str) -> None:

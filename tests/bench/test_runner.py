@@ -221,7 +221,7 @@ def test_methods_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("eagle9", "unknown method 'eagle9'; there are: plain, hf, auto"),
+        ("eagle9", "unknown method 'eagle9'; allowed: plain, hf, auto"),
         ("eagle3:bush", "'bush' is not a tree; allowed: chain"),
         ("lookahead:window=many", "window is 'many'; allowed: a number"),
         ("eagle3:chain:depth=4", "eagle3 has no settings; allowed: eagle3 alone or eagle3:chain:4"),
@@ -253,7 +253,7 @@ def test_a_missing_head_names_the_command_that_trains_it(questions: Path, tmp_pa
 def test_methods_are_built_with_their_settings() -> None:
     bed = path_bed()
     lookup = make_method(parse_method("prompt-lookup:depth=7:num_branches=2"), bed)
-    assert lookup.settings == "depth=7, max_ngram=4, min_ngram=2, num_branches=2" and not lookup.chain
+    assert lookup.settings == "depth=7, max_ngram=8, min_ngram=2, num_branches=2" and not lookup.chain
     assert isinstance(make_method(parse_method("auto"), bed).drafter, Adaptive)
     with pytest.raises(ValueError, match="prompt-lookup:size=3"):
         make_method(parse_method("prompt-lookup:size=3"), bed)

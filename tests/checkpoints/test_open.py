@@ -191,6 +191,8 @@ def test_weights_outside_of_the_folder_stay_closed(name: str, tmp_path: Path) ->
 def test_what_is_no_head(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unknown draft head .*absent.*allowed: .*smollm2-eagle3"):
         open_head(tmp_path / "absent", TARGET)
+    with pytest.raises(ValueError, match=r"head is ''; allowed: "):  # not the current folder
+        open_head("")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json is not a draft head.*give its folder"):
         open_head(tmp_path / "config.json")

@@ -173,7 +173,7 @@ def test_refuses_files_that_are_no_heads_for_this_target(tmp_path, target, chang
 
 def test_refuses_what_does_not_fit(target):
     made = random_heads("medusa")
-    with pytest.raises(ValueError, match="4 deep, but there are 3 heads"):
+    with pytest.raises(ValueError, match="4 deep; allowed: depth ≤ 3"):
         ParallelDrafter(made, target, Chain(4))
     with pytest.raises(ValueError, match="min_prob must be 0"):
         ParallelDrafter(made, target, Chain(3, 0.1))

@@ -47,7 +47,7 @@ def test_the_parts_are_the_targets(family: str) -> None:
 
 
 def test_a_soft_cap_is_refused() -> None:
-    with pytest.raises(ValueError, match="no linear function of its last feature"):
+    with pytest.raises(ValueError, match="not a linear function of its last feature"):
         read_out_rows(HFTarget(hf_models.build("gemma2")), None)
 
 

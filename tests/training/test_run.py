@@ -132,7 +132,7 @@ def test_a_checkpoint_of_an_older_version_is_refused(base: Path) -> None:
 
 def test_a_head_of_another_kind_is_no_start(base: Path) -> None:
     train(run(base, "first"))
-    with pytest.raises(ValueError, match=r"eagle3 head.*say kind eagle3"):
+    with pytest.raises(ValueError, match=r"eagle3.*--method eagle3"):
         train(run(base, "second", kind="eagle", init=str(base / "first" / "head")))
 
 

@@ -81,7 +81,7 @@ def download_questions(
     names = [task_name(task) for task in tasks] or list(HUB_TASKS)
     for name in names:
         if name not in HUB_TASKS:
-            raise ValueError(f"task {name!r} is on no hub; there are: {', '.join(HUB_TASKS)}")
+            raise ValueError(f"task {name!r} cannot be downloaded; allowed: {', '.join(HUB_TASKS)}")
     load = load or _hub()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,9 @@ def parse_method(text: str) -> MethodSpec:
     """
     name, *parts = text.strip().split(":")
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {name!r}; allowed: {', '.join(METHODS)}")
+    if "" in parts:
+        raise ValueError(f"{text!r} has an empty part after a colon; leave the colon out or give a tree or a setting")
     tree = ":".join(part for part in parts if "=" not in part)
     options: list[tuple[str, float]] = []
     for setting, _, value in (part.partition("=") for part in parts if "=" in part):

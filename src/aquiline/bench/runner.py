@@ -178,7 +178,7 @@ def _groups(run: _Run, questions: Sequence[Question]) -> list[_Group]:
     first = "mt_bench" if "mt_bench" in tasks else tasks[0]
     batch_task = task_name(settings.batch_task) if settings.batch_task else first
     if batch_task not in tasks:
-        raise ValueError(f"batch task {settings.batch_task!r} is not among the tasks; there are: {', '.join(tasks)}")
+        raise ValueError(f"batch task {settings.batch_task!r} is not among the tasks; allowed: {', '.join(tasks)}")
     for temperature in settings.temperatures:
         for size in settings.batch_sizes:
             if size == 1:

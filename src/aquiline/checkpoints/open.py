@@ -114,7 +114,9 @@ def stored_eagle(head: Head) -> StoredHead:
         ValueError: the head is of another kind.
     """
     if not isinstance(head.contents, StoredHead):
-        raise ValueError(f"{head.path} is of kind {head.kind!r}; allowed: eagle, eagle3")
+        raise ValueError(
+            f"{head.path} is of kind {head.kind!r}; allowed: eagle, eagle3; heads of other kinds run in Aquiline only"
+        )
     return head.contents
 
 
@@ -128,6 +130,8 @@ def resolve_head(name: str | Path) -> Path:
         ValueError: if no head has that name.
         RuntimeError: if the download fails.
     """
+    if name == "":  # which would mean the current folder
+        raise ValueError("the draft head is ''; allowed: a folder, a GGUF file, a hub id or a shipped head")
     path = user_path(name)
     if path.is_dir():
         inner = path / "head"

@@ -38,7 +38,7 @@ class Payoff:
     Attributes:
         tokens: mean tokens per row of a drafted step.
         variance: variance of the same.
-        seen: drafted steps behind both estimates, at most `_WINDOW`.
+        seen: drafted steps that both estimates average, at most `_WINDOW`.
         ratios: seconds of drafted steps over seconds of plain ones.
         runs: mean seconds of the last run of drafted (True) and plain (False) steps.
         last: whether the last step drafted.

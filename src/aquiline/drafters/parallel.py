@@ -103,7 +103,8 @@ class ParallelDrafter:
             policy = sparse_tree(config.accuracies or GUESSED_ACCURACIES[: config.num_heads], DEFAULT_NODES)
         if policy.depth > config.num_heads:
             raise ValueError(
-                f"the tree is {policy.depth} deep, but there are {config.num_heads} heads; make it flatter"
+                f"the tree is {policy.depth} deep; allowed: depth ≤ {config.num_heads}, the number of heads; "
+                "give a shallower tree or none"
             )
         if isinstance(policy, Chain) and policy.min_prob:
             raise ValueError(f"{config.kind} heads draft chains of fixed length; min_prob must be 0")

@@ -88,7 +88,7 @@ class Store:
         counts as certain, and the match alone as its `BELIEFS` b.
 
         Args:
-            context: at least the last `LONGEST` tokens, if there are so many.
+            context: at least the last `LONGEST` tokens, or all if there are fewer.
             depth: most tokens to return.
             least: return no token whose chance is below this.
         """

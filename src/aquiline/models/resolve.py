@@ -44,7 +44,7 @@ def resolve_target(name: str | Path, report: Callable[[str], None] | None = None
         A folder with ``config.json`` and safetensors weights.
 
     Raises:
-        ValueError: Unknown name, a folder that is no target, a corrupt file, a GGUF architecture
+        ValueError: Unknown name, a folder that is not a target, a corrupt file, a GGUF architecture
             that is not allowed.
         RuntimeError: The download failed.
     """

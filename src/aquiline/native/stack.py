@@ -103,7 +103,7 @@ class NativeStack:
         *,
         stream: bool = False,
     ) -> Outputs:
-        """Runs the stack; writes keys and values behind the committed ones and does not advance.
+        """Runs the stack; writes keys and values after the committed ones and does not advance.
 
         Args:
             inputs: the nodes.

@@ -213,8 +213,8 @@ def _read_head(settings: TrainSettings, target: Target) -> DraftHead:
     head = read_head(settings.init, target.shape)
     if head.config.kind != settings.kind:
         raise ValueError(
-            f"{settings.init} is an {head.config.kind} head, the run is for {settings.kind}; "
-            f"say kind {head.config.kind}"
+            f"{settings.init} is of kind {head.config.kind}, and the run trains {settings.kind}; "
+            f"give --method {head.config.kind} or another --init"
         )
     return head
 

@@ -102,8 +102,8 @@ class Mixture:
         weights: share of the positions that each should make up; any positive scale.
         max_length: conversations are cut to this many tokens.
         seed: decides the order.
-        limit: for each set, use only so many conversations (0: all); a repeated subset is what
-            makes cached features pay.
+        limit: for each set, use at most this many conversations (0: all); cached features pay only for a
+            repeated subset.
         cursors: per set, conversations taken so far over all epochs.
         drawn: per set, positions taken since the weights were last set.
     """

@@ -38,7 +38,7 @@ def new_head(
     the last feature through. Where only transformers computes the target, the layer begins at zero,
     and each feature is normed first: what a layer of ours adds to Gemma's stream, whose entries reach
     a hundred thousand, would otherwise drown in it. EAGLE-1: it begins as the identity on the feature; its layer has no
-    first norm, and the target's weights behind normed features give a loss in the thousands
+    first norm, and the target's weights after normed features give a loss in the thousands
     (`fit_fusion` then finds a better beginning from data).
 
     Args:

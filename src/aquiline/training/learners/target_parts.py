@@ -42,7 +42,7 @@ def read_out_rows(target: Target, ids: Tensor | None) -> Tensor:
         (Vd, H).
 
     Raises:
-        ValueError: if the logits are no linear function of the feature.
+        ValueError: if the logits are not a linear function of the feature.
     """
     if isinstance(target, Decoder):
         weight = target.lm_head.weight.detach()
@@ -51,7 +51,7 @@ def read_out_rows(target: Target, ids: Tensor | None) -> Tensor:
     rows = lm_head_rows(target, every if ids is None else ids.to(target.device))
     if rows is None:
         raise ValueError(
-            "this target's logits are no linear function of its last feature (a soft-cap or a bias behind the LM "
+            "this target's logits are not a linear function of its last feature (a soft-cap or a bias after the LM "
             "head), which the losses of draft heads assume; choose another target"
         )
     return rows
