@@ -148,7 +148,7 @@ def test_the_tree_that_pays_wins(
     assert labels[0] == "plain" and len(labels) == 4
     best = next(row for row in report.rows if row["tree"] == "chain:2")
     assert best["predicted_tau"] == pytest.approx(3, abs=0.15) and best["tau"] == pytest.approx(3, abs=0.15)
-    assert "→ | scripted Chain(depth=2" in report.text
+    assert "→ | scripted chain:2 |" in report.text
 
 
 def test_plain_decoding_wins_where_drafts_are_never_right(

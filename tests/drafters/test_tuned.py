@@ -20,13 +20,16 @@ def test_round_trip(tmp_path: Path, tree: Chain | DynamicTree | StaticTree) -> N
     assert json.loads((tmp_path / "tuned.json").read_text())["evidence"] == {"tokens_per_second": 81.5}
 
 
-def test_what_load_makes_of_it(tmp_path: Path) -> None:
+def test_what_load_makes_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, target = tmp_path / "tuned.json", PathTarget(11)
     write_tuned(file, TunedChoice("prompt lookup", "prompt-lookup", Chain(7)), {})
     drafter, _ = make_drafter("auto", file, target, None)
     assert isinstance(drafter, PromptLookup) and drafter.depth == 7
     write_tuned(file, TunedChoice("plain", None, None), {})
     assert make_drafter("auto", str(file), target, None) == (None, "plain (tuned: plain)")
+    assert not caplog.records
+    assert make_drafter("prompt-lookup", str(file), target, None) == (None, "plain (tuned: plain)")
+    assert "draft prompt-lookup has no effect" in caplog.text
 
 
 HEAD = '{"format": "aquiline-tuned", "version": 2, "method": "m", "draft": "d", "tree": '

@@ -128,7 +128,7 @@ def _files(sources: Sequence[str | Path]) -> list[Path]:
         elif path.is_file():
             files.append(path)
         else:
-            raise ValueError(f"{path} is neither a folder nor a file of questions")
+            raise ValueError(f"{path} is neither a folder nor a file; give a file or a folder of questions")
     return files
 
 

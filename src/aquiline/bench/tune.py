@@ -125,7 +125,10 @@ def _propose(
             chosen.append(prediction)
         if len(chosen) == count:
             break
-    found = [Candidate(f"{source.name} {p.policy}", source.draft, p.policy, source.make(p.policy), p) for p in chosen]
+    found = [
+        Candidate(f"{source.name} {tree_text(p.policy)}", source.draft, p.policy, source.make(p.policy), p)
+        for p in chosen
+    ]
     if source.default is not None:
         known = isinstance(source.default, Chain | DynamicTree)
         expected = predict(profile, costs, source.default) if known else None  # type: ignore[arg-type]

@@ -161,12 +161,17 @@ def head_drafter(
 def _tuned(
     draft: str | Path | Drafter, choice: TunedChoice, path: Path | None
 ) -> tuple[str | Path | Drafter | None, TreePolicy | None]:
-    """The draft and tree of a tuned choice; a draft that was named by the user stays."""
+    """The draft and tree of a tuned choice; a draft that the user named stays, unless plain decoding won."""
     from aquiline.models.resolve import target_fingerprint
 
     if path is not None and choice.target_fingerprint not in (None, target_fingerprint(path)):
         logger.warning("the tree was tuned on another target; run `aquiline tune` again for this one")
     if choice.draft is None:
+        if draft != "auto":
+            logger.warning(
+                "draft %s has no effect: the tuned file chose plain decoding; leave the tree out to draft with it",
+                draft,
+            )
         return None, None
     return choice.draft if draft == "auto" else draft, choice.tree
 
