@@ -171,6 +171,7 @@ def test_a_run_is_measured_meanwhile_and_leaves_a_card_and_a_drafter(base: Path,
     assert f"| {last['alpha'][0]:.3f} |" in card and f"τ chain of {depths}" in card
     fingerprint = target_fingerprint(base / "target")
     assert f"Target fingerprint: `{fingerprint}`" in card and f'"kind": "{kind}"' in card
+    assert str(base) not in card and '"target": "target"' in card, "a published card names no folder of its author"
     target = load_target(base / "target", torch.float32)
     drafter, name = make_drafter(str(output / "head"), None, target, base / "target")
     assert drafter is not None and kind.replace("-", " ") in name.replace("-", " ")

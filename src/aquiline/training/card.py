@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from aquiline.models.files import write_text
 from aquiline.training.learners.learner import Acceptance
@@ -92,8 +93,16 @@ def _recipe(run: Run) -> str:
         }
         for s in run.mixture.sets
     }
+    settings = {name: _portable(value) for name, value in settings_record(run.settings).items()}
     return (
         f"## Recipe\n\n{run.seen:,} positions in {run.step:,} optimiser steps.\n\n"
-        f"```json\n{json.dumps(settings_record(run.settings), indent=2)}\n```\n\n"
+        f"```json\n{json.dumps(settings, indent=2)}\n```\n\n"
         f"Training sets:\n\n```json\n{json.dumps(data, indent=2)}\n```"
     )
+
+
+def _portable(value: Any) -> Any:
+    """Cuts absolute paths to their last part: a card is published, and a home folder is private."""
+    if isinstance(value, list):
+        return [_portable(item) for item in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
