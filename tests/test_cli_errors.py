@@ -69,7 +69,7 @@ VALUES = {
     "too many threads": (("--threads", "100000"), ("--threads is 100000", f"1 … {os.cpu_count()}")),
     "empty target": (("--target", ""), ("target is ''", "allowed: a name")),
     "empty draft": (("--draft", ""), ("draft is ''", "allowed: a name")),
-    "dtype": (("--dtype", "int4"), ("--dtype", "'int4'", "'bfloat16'")),
+    "dtype": (("--dtype", "int3"), ("--dtype", "'int3'", "'bfloat16'")),
     "beams": (("--num-beams", "4"), ("unknown arguments: --num-beams 4", "generate --help")),
     "tree form": (("--tree", "bush:3"), ("'bush:3' is neither a tree nor a file", "chain[:DEPTH")),
     "tree of lookup": (

@@ -67,15 +67,18 @@ def bodies(draw: st.DrawFn, need: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
+    logger = logging.getLogger("aquiline")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
     with serving(path_model(), timeout=20.0) as running:
         yield running
+    logger.setLevel(before)
 
 
 @pytest.mark.parametrize(("path", "need"), [("chat/completions", "messages"), ("completions", "prompt")])
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_body_makes_it_fail(server: Running, path: str, need: str, data: st.DataObject) -> None:
-    logging.getLogger("aquiline").setLevel(logging.ERROR)
     status, _, answer = server.ask(f"/v1/{path}", data.draw(bodies(need)))
     assert status in (200, 400, 404) and "server_error" not in str(answer), answer
     if status != 200:

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,9 +190,15 @@ def test_a_log_line_that_does_not_fit_costs_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_no_success(
-    number: signal.Signals, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     """`aquiline train … && aquiline export …` must not go on with half a head."""
+    # Under nohup, which the tests may run under, SIGHUP is ignored, and training respects that.
+    request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
     step = trainer.optimiser_step
 
     def interrupted(run_: Any) -> StepReport:
