@@ -42,8 +42,9 @@ def test_values_outside_the_range_are_named(values: dict[str, Any], words: str) 
 
 
 def test_the_ends_of_a_range_are_in_it_and_none_passes() -> None:
-    Sizes("x", length=2, rates=(1e-9,), share=0.0)
-    Sizes("x", share=1.0)
+    least = Sizes("x", length=2, rates=(1e-9,), share=0.0)
+    assert (least.length, tuple(least.rates or ()), least.share) == (2, (1e-9,), 0.0)
+    assert Sizes("x", share=1.0).share == 1.0
 
 
 def test_an_explanation_has_unit_range_and_default() -> None:

@@ -54,7 +54,8 @@ def test_two_builders_do_not_meet(cache_folder: Path) -> None:
 
 
 def test_warnings_are_errors(cache_folder: Path) -> None:
-    build(("-march=native", "-Werror"))
+    library = build(("-march=native", "-Werror"))
+    assert library.is_file() and library.stat().st_size > 0
 
 
 def test_no_compiler_is_one_line(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
