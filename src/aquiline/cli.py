@@ -7,10 +7,11 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 import aquiline
@@ -52,6 +53,11 @@ class Parser(argparse.ArgumentParser):
         """Prints the message and a pointer to --help; exits with 2."""
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
+    def options(self) -> dict[str, str]:
+        """Argument → the option that sets it."""
+        named = [(option.lstrip("-").replace("-", "_"), option) for a in self._actions for option in a.option_strings]
+        return dict(named) | {a.dest: a.option_strings[0] for a in self._actions if a.option_strings}
+
 
 def build_parser(only: str | None = None) -> Parser:
     """Builds the parser.
@@ -71,6 +77,7 @@ def build_parser(only: str | None = None) -> Parser:
         sub.add_argument("--quiet", action="store_true", help="print only results and warnings")
         if only in (None, name):
             import_module(f"aquiline.commands.{name}").add(sub)
+        sub.set_defaults(options=sub.options())
     return parser
 
 
@@ -119,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if arguments.debug:
             raise
-        return _explain(error)
+        return _explain(error, arguments.options)
 
 
 class _Line(logging.Formatter):
@@ -148,9 +155,17 @@ def _notices(quiet: bool) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _explain(error: Exception) -> int:
-    """Prints an error in one line; returns 2 for bad input, 1 for a failure."""
+def _explain(error: Exception, options: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Prints an error in one line; returns 2 for bad input, 1 for a failure.
+
+    Args:
+        error: if it begins with an argument, as in "max_length is 2", the line begins with that argument's option.
+        options: see `Parser.options`.
+    """
     message, code = " ".join(str(error).split()) or type(error).__name__, 1
+    name, _, rest = message.partition(" ")
+    if name in options and rest.startswith(("is ", "has ")):
+        message = f"{options[name]} {rest}"
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").split(".")[0]
         hint = f"; pip install 'aquiline[{_EXTRAS[name]}]'" if name in _EXTRAS else ""

@@ -1,9 +1,10 @@
-"""Settings of training sets and runs, checked when they are made; what each means is written once, here."""
+"""Defines the settings of training sets and training runs: defaults, ranges, units and explanations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
+from functools import partial
 from typing import Any
 
 from aquiline.checks import check_settings, check_value, meanings, setting
@@ -25,37 +26,31 @@ class PrepareSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.validation_fraction == 1:
-            raise ValueError(f"validation_fraction is {self.validation_fraction}; allowed: < 1, the rest is trained on")
+        check_value("validation_fraction", self.validation_fraction, self.validation_fraction < 1, "0 ≤ share < 1")
 
 
 EAGLE, PARALLEL, SMALL = ("eagle3", "eagle"), ("medusa", "hydra"), ("small-model",)
 KINDS = (*EAGLE, *PARALLEL, *SMALL)
-_BRIEF = (*PARALLEL, *SMALL)
-"""Kinds that learn in fewer positions than EAGLE heads."""
 
 _MUON_LR, _REGRESSED_LR = 0.02, 0.002
 """Larger steps undo a regression before they improve it."""
 
-
-def _by_kind(eagle: Any, brief: Any) -> dict[str, Any]:
-    return dict.fromkeys(EAGLE, eagle) | dict.fromkeys(_BRIEF, brief)
-
-
 MAY_CHANGE = (
-    "output",
-    "save_minutes",
-    "validate_positions",
-    "validation",
-    "log_steps",
-    "workers",
-    "tensorboard",
-    "shard_target",
-    "features",
-    "keep_layers",
-    "recompute",
-)
-"""Settings that a resumed run may change without becoming another run: none of them moves a bit of the head."""
+    "output", "save_minutes", "validate_positions", "validation", "log_steps", "workers", "tensorboard",
+    "shard_target", "features", "keep_layers", "recompute",
+)  # fmt: skip
+"""Settings that a resumed run may change: none of them moves a bit of the head."""
+
+
+def _by_kind(eagle: Any, others: Any) -> dict[str, Any]:
+    """Defaults of EAGLE heads, and of the other kinds, which learn in fewer positions."""
+    return dict.fromkeys(EAGLE, eagle) | dict.fromkeys((*PARALLEL, *SMALL), others)
+
+
+_eagle = partial(setting, only=EAGLE)
+_parallel = partial(setting, only=PARALLEL)
+_positions = partial(setting, unit="positions", allowed="≥ 1")
+_per_set = partial(setting, (), allowed="≥ 0")
 
 
 @dataclass(frozen=True)
@@ -65,27 +60,21 @@ class TrainSettings:
     target: str = setting(MISSING, "folder of the target: config.json and model.safetensors")
     data: tuple[str, ...] = setting(MISSING, "training sets made by `aquiline prepare`")
     output: str = setting(MISSING, "folder for checkpoints, metrics and the finished head")
-    kind: str = setting("eagle3", "what to train", choices=KINDS)
-    data_weights: tuple[float, ...] = setting(
-        (), "share of positions of each training set", allowed="≥ 0", shown="by their size"
-    )
-    decay_weights: tuple[float, ...] = setting(
-        (), "shares of the sets while the learning rate decays", allowed="≥ 0", shown="as --data-weights"
+    kind: str = setting("eagle3", "what to train", choices=KINDS, flag="method")
+    data_weights: tuple[float, ...] = _per_set("share of positions of each training set", shown="by their size")
+    decay_weights: tuple[float, ...] = _per_set(
+        "shares of the sets while the learning rate decays", shown="as --data-weights"
     )
     validation: tuple[str, ...] = setting(
         (), "training sets whose validation split is measured", shown="those that are trained on"
     )
-    init: str | None = setting(
-        None,
-        "start from this head: a folder in any dialect, or the name of a shipped one",
-        shown="a new head",
-        only=EAGLE,
+    init: str | None = _eagle(
+        None, "start from this head: a folder in any dialect, or the name of a shipped one", shown="a new head"
     )
-    start: str = setting(
+    start: str = _eagle(
         "target",
         "where a new head starts: at the target's last layer and LM head (eagle: a least-squares fit), or random",
         choices=("target", "random"),
-        only=EAGLE,
     )
     features: str | None = setting(
         None,
@@ -95,8 +84,8 @@ class TrainSettings:
     keep_layers: tuple[int, ...] = setting(
         (), "further feature layers to keep in --features, for heads that read them", unit="layer boundary"
     )
-    limit_conversations: tuple[int, ...] = setting(
-        (), "for each set, use only this many conversations; 0 uses all", allowed="≥ 0", shown="all"
+    limit_conversations: tuple[int, ...] = _per_set(
+        "for each set, use only this many conversations; 0 uses all", shown="all"
     )
     layers: tuple[int, ...] | None = setting(
         None, "feature layers that the head reads", unit="layer boundary", shown="2, n/2 and n-3", only=("eagle3",)
@@ -110,23 +99,21 @@ class TrainSettings:
         shown="8,192; all for small-model",
         by_kind=_by_kind(8192, 8192) | dict.fromkeys(SMALL, None),
     )
-    ttt_steps: int = setting(
+    ttt_steps: int = _eagle(
         4,
         "steps that the network is unrolled on its own output; for eagle, more than 1 is HASS-style",
         unit="steps",
         allowed="≥ 1",
-        only=EAGLE,
     )
-    num_heads: int = setting(4, "heads, each for one position ahead", unit="heads", allowed="≥ 1", only=PARALLEL)
-    num_blocks: int = setting(1, "residual blocks of each head", unit="blocks", allowed="≥ 1", only=PARALLEL)
-    regress_positions: int = setting(
+    num_heads: int = _parallel(4, "heads, each for one position ahead", unit="heads", allowed="≥ 1")
+    num_blocks: int = _parallel(1, "residual blocks of each head", unit="blocks", allowed="≥ 1")
+    regress_positions: int = _parallel(
         40_000,
         "fit each head to the feature ahead by least squares before the first step; 0 does not",
         unit="positions",
         allowed="≥ 0",
-        only=PARALLEL,
     )
-    own_lm_head: bool = setting(False, "train one LM head for all heads instead of reading the target's", only=PARALLEL)
+    own_lm_head: bool = _parallel(False, "train one LM head for all heads instead of reading the target's")
     num_layers: int = setting(
         4, "layers of the small model: copies of the target's first and last", unit="layers", allowed="≥ 1", only=SMALL
     )
@@ -136,31 +123,20 @@ class TrainSettings:
         "loss between distributions: cross-entropy, total variation, or -log acceptance",
         choices=("kl", "tv", "lk"),
     )
-    token_weight: float = setting(1.0, "weight of the loss between distributions", allowed="≥ 0", only=EAGLE)
-    feature_weight: float = setting(
+    token_weight: float = _eagle(1.0, "weight of the loss between distributions", allowed="≥ 0")
+    feature_weight: float = _eagle(
         0.0,
         "weight of the SmoothL1 loss on the target's last feature, which EAGLE-1 was published with",
         allowed="≥ 0",
-        only=EAGLE,
     )
-    feature_noise: float = setting(
-        0.0, "uniform noise of at most this size on the features that the head reads", allowed="≥ 0", only=EAGLE
+    feature_noise: float = _eagle(
+        0.0, "uniform noise of at most this size on the features that the head reads", allowed="≥ 0"
     )
     max_length: int = setting(512, "conversations are cut to this length", unit="tokens", allowed="≥ 3")
-    batch_positions: int = setting(
-        None,
-        "size of an optimiser step",
-        unit="positions",
-        allowed="≥ 1",
-        by_kind=_by_kind(4096, 2048),
-    )
-    micro_positions: int = setting(
-        512, "part of a step that a worker computes at a time; gradients add up", unit="positions", allowed="≥ 1"
-    )
-    recompute: bool = setting(
-        False, "gradient checkpointing: less memory for long conversations, a third more work", only=EAGLE
-    )
-    pack: bool = setting(False, "put conversations into one row with a block mask instead of padding them", only=EAGLE)
+    batch_positions: int = _positions(None, "size of an optimiser step", by_kind=_by_kind(4096, 2048))
+    micro_positions: int = _positions(512, "part of a step that a worker computes at a time; gradients add up")
+    recompute: bool = _eagle(False, "gradient checkpointing: less memory for long conversations, a third more work")
+    pack: bool = _eagle(False, "put conversations into one row with a block mask instead of padding them")
     lr: float = setting(1e-3, "AdamW's learning rate", allowed="> 0")
     muon_lr: float = setting(
         None,
@@ -170,13 +146,7 @@ class TrainSettings:
     )
     weight_decay: float = setting(0.0, "AdamW's weight decay", allowed="≥ 0")
     clip: float = setting(0.5, "bound on the norm of the gradient", allowed="> 0")
-    total_positions: int = setting(
-        None,
-        "length of the run, decay included",
-        unit="positions",
-        allowed="≥ 1",
-        by_kind=_by_kind(3_000_000, 400_000),
-    )
+    total_positions: int = _positions(None, "length of the run, decay included", by_kind=_by_kind(3_000_000, 400_000))
     warmup_positions: int = setting(
         None,
         "the learning rate rises over these",
@@ -193,7 +163,7 @@ class TrainSettings:
         by_kind=_by_kind(0.3, 0.5),
     )
     save_minutes: float = setting(4.0, "time between checkpoints", unit="minutes", allowed="≥ 0")
-    validate_positions: int = setting(200_000, "training between two validations", unit="positions", allowed="≥ 1")
+    validate_positions: int = _positions(200_000, "training between two validations")
     log_steps: int = setting(5, "optimiser steps between two lines of metrics", unit="steps", allowed="≥ 1")
     workers: int = setting(
         0,
@@ -215,19 +185,15 @@ class TrainSettings:
         self._fill()
         check_settings(self)
         self._check_effect()
-        if not self.data:
-            raise ValueError("no training data given; make a set with `aquiline prepare`")
-        for name in ("data_weights", "decay_weights"):
-            weights = getattr(self, name)
-            if weights and (len(weights) != len(self.data) or not sum(weights)):
-                raise ValueError(f"{name} {weights} must give a share ≥ 0 for each of {len(self.data)} data sets")
-        if self.limit_conversations and len(self.limit_conversations) != len(self.data):
-            raise ValueError(
-                f"limit_conversations {self.limit_conversations} must give a number ≥ 0 for each of {len(self.data)} "
-                "data sets"
-            )
+        check_value("data", self.data, bool(self.data), "one or more training sets; make one with `aquiline prepare`")
+        for name in ("data_weights", "decay_weights", "limit_conversations"):
+            values = getattr(self, name)
+            good = len(values) in (0, len(self.data))
+            check_value(name, values, good, f"a number for each of {len(self.data)} data sets; add or drop some")
+            if values and not sum(values) and name != "limit_conversations":
+                raise ValueError(f"{name} is {values}; allowed: a share > 0 for at least one of the data sets")
         if self.kind == "eagle" and not self.token_weight and not self.feature_weight:
-            raise ValueError("token_weight and feature_weight are both 0; give one of them a weight > 0")
+            raise ValueError("token_weight is 0, like feature_weight; give one of them a weight > 0")
 
     def _fill(self) -> None:
         """Gives settings that are None the default of their kind."""
@@ -239,11 +205,10 @@ class TrainSettings:
 
     def _check_effect(self) -> None:
         for name, (each, meaning) in meanings(self).items():
-            if meaning.only and self.kind not in meaning.only and getattr(self, name) != each.default:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} has no effect with kind {self.kind}, only with "
-                    f"{' and '.join(meaning.only)}; leave it out"
-                )
+            value = getattr(self, name)
+            if meaning.only and self.kind not in meaning.only and value != each.default:
+                kinds = " and ".join(meaning.only)
+                raise ValueError(f"{name} is {value}; allowed: with kind {kinds}, not {self.kind}; leave it out")
 
     def vocabulary_size(self, whole: int) -> int:
         """Tokens that are drafted or, where all are, that the loss is computed over.
@@ -267,10 +232,9 @@ def settings_record(settings: TrainSettings) -> dict[str, Any]:
 
 
 def changed_settings(settings: TrainSettings, saved: Mapping[str, Any]) -> list[str]:
-    """Names what a resumed run would change, as "name: old → new"; harmless changes left out."""
-    now = settings_record(settings)
+    """Lists what a resumed run may not change, but would, each as "name: old → new"."""
     return [
-        f"{name}: {saved.get(name)!r} → {now[name]!r}"
-        for name in now
-        if name not in MAY_CHANGE and saved.get(name) != now[name]
+        f"{name}: {saved.get(name)!r} → {value!r}"
+        for name, value in settings_record(settings).items()
+        if name not in MAY_CHANGE and saved.get(name) != value
     ]
