@@ -55,7 +55,7 @@ def make(loaded: aquiline.Loaded, kind: str, rng: random.Random) -> Drafter:
     depth, least = rng.randrange(1, 6), rng.choice((0.0, 0.0, 0.15))
 
     def head(name: str, tree: Any = None) -> Drafter:
-        drafter, _ = make_drafter(name, tree, loaded.target, loaded.target_path)
+        drafter = make_drafter(name, tree, loaded.target, loaded.target_path).drafter
         assert drafter is not None
         return drafter
 

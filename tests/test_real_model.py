@@ -102,7 +102,7 @@ def test_every_method_in_bfloat16_has_plain_decodings_bits(
 ) -> None:
     """Branching trees and batches, too: the same tokens, and the same bits of their log-probabilities."""
     loaded = plain_bfloat16
-    drafter, _ = make_drafter(*METHODS[method], loaded.target, loaded.target_path)
+    drafter = make_drafter(*METHODS[method], loaded.target, loaded.target_path).drafter
     engine = replace(loaded.engine, drafter=drafter, max_rows=3)
     ours = replace(loaded, engine=engine).generate(PROMPTS[12:18], max_new_tokens=48, logprobs=0)
     assert [o.token_ids for o in ours] == [o.token_ids for o in plain_outputs]

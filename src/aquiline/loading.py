@@ -14,7 +14,7 @@ from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, Drafting, Needs
 from aquiline.drafters.requested import Prediction
 from aquiline.engine.chat import ChatSession
-from aquiline.engine.drafting import Tree, make_drafter, read_tree, with_shared_lookup
+from aquiline.engine.drafting import Tree, make_drafter, read_tree
 from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.opening import check_exact, fast_form, generation_defaults, integers_refused, open_target
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
@@ -87,26 +87,16 @@ class Loaded:
             A `GenerationOutput`; for a list of prompts or n > 1, a list of n outputs per prompt,
             in order.
         """
-        many = _is_batch(prompt)
         template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        requests = self._requests(prompt, params, raw, template, prediction, settings)
+        requests = self._requests(prompt, params, raw=raw, prediction=prediction, **template, **settings)
         outputs = generate_requests(self.engine, requests)
-        return outputs if many or len(outputs) > 1 else outputs[0]
+        return outputs if _is_batch(prompt) or len(outputs) > 1 else outputs[0]
 
     def stream(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        prediction: str | Sequence[int] | None = None,
-        **settings: Any,
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[StreamEvent]:
-        """Like `generate`, but yields events as tokens are emitted; closing the iterator stops it."""
-        template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        return stream_requests(self.engine, self._requests(prompt, params, raw, template, prediction, settings))
+        """Takes the arguments of `generate`, and yields events as tokens are emitted; closing the iterator stops it."""
+        return stream_requests(self.engine, self._requests(prompt, params, **options))
 
     def chat(
         self,
@@ -116,13 +106,8 @@ class Loaded:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatSession:
         """Starts a conversation that keeps its keys and values across turns."""
-        return ChatSession(
-            self.engine,
-            system=system,
-            defaults=self.defaults,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        template: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        return ChatSession(self.engine, system=system, defaults=self.defaults, **template)
 
     def plain(self) -> Loaded:
         """Returns the same target without drafts, sharing the weights."""
@@ -132,21 +117,23 @@ class Loaded:
         self,
         prompt: Prompt | Sequence[Prompt],
         params: SamplingParams | None,
-        raw: bool,
-        template: dict[str, Any],
-        prediction: str | Sequence[int] | None,
-        settings: dict[str, Any],
+        *,
+        raw: bool = False,
+        prediction: str | Sequence[int] | None = None,
+        tools: Any = None,
+        chat_template_kwargs: Any = None,
+        **settings: Any,
     ) -> list[Request]:
-        drafting = Drafting()
+        tokenizer, drafting = self.engine.tokenizer, Drafting()
         if prediction is not None:
-            drafting = Drafting(expected=Prediction(encode_expected(self.engine.tokenizer, prediction)))
+            drafting = Drafting(expected=Prediction(encode_expected(tokenizer, prediction)))
         params = merged_params(params, self.defaults, settings)
         flag("raw", raw)
         prompts: list[Any] = list(prompt) if _is_batch(prompt) else [prompt]
         requests = []
         for index, item in enumerate(prompts):
             with naming_prompt(index, len(prompts)):
-                tokens = encode_prompt(self.engine.tokenizer, item, raw=raw, **template)
+                tokens = encode_prompt(tokenizer, item, raw=raw, tools=tools, chat_template_kwargs=chat_template_kwargs)
                 requests.append(Request(tokens, params, drafting))
         return requests
 
@@ -176,50 +163,53 @@ def load(
     """Loads a target and its drafter.
 
     Args:
-        target: alias ("smollm2"), model folder, GGUF file, hub id, or a transformers model, which
-            is not modified.
-        draft: "auto" chooses a shipped head trained for this target, else prompt lookup, and logs
-            the choice; None decodes plainly; "prompt-lookup"; "lookahead"; the name, folder, GGUF
-            file or hub id of a head (EAGLE, Medusa, Hydra, a small model); or a drafter.
-        tree: `Chain`, `StaticTree` or `DynamicTree`, the text of one ("chain:4,0.15", "dynamic:32,5,8"), or a file
-            written by `aquiline tune`; None lets the device decide.
+        target: alias ("smollm2"), model folder, GGUF file, hub id, or a transformers model, which is not modified.
+        draft: "auto" (a shipped head for this target, else prompt lookup; logged), None (plain decoding),
+            "prompt-lookup", "lookahead", a head's name, folder, GGUF file or hub id, or a drafter.
+        tree: a tree, its text ("chain:4,0.15"), or a file of `aquiline tune`; None lets the device decide.
         tokenizer: required for text prompts if `target` is a transformers model.
-        dtype: of the weights; None chooses bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere.
-            "int8" and "int4" quantise them in groups, for the native kernels only: the output is that of
-            plain decoding with the quantised weights.
+        dtype: of the weights; None: bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere. "int8" and
+            "int4" quantise them for the native kernels; the output is plain decoding's with these weights.
         device: where the target runs.
-        packed: use the form that is fast on the device: on a CPU the native kernels, else packed weights;
-            elsewhere joined projections.
-        exact: require that a token's bits do not depend on the rest of its forward, as on the native
-            kernels; then every drafter and tree emits plain decoding's tokens in bfloat16, too.
-        adaptive: fall back to plain decoding while drafting does not pay; None does so unless
-            you passed a tree or a drafter.
+        packed: use the form that is fast on the device: native kernels, packed weights or joined projections.
+        exact: require that every draft emits plain decoding's tokens in bfloat16 too, as on the native kernels.
+        adaptive: decode plainly while drafting does not pay; None: unless you passed a tree or a drafter.
         lossy: an acceptance rule that CHANGES the output distribution.
         max_rows: requests that decode together.
-        shared_lookup: look up drafts in this object's earlier outputs too, of all requests; keeps the token
-            ids of the last 262,144 tokens in memory (11 MB).
+        shared_lookup: draft from earlier outputs of all requests too: the last 262,144 tokens, 11 MB.
 
     Raises:
-        ValueError: for an unknown name, a head that does not fit, contradictory settings, or an `exact`
-            that this machine cannot keep.
+        ValueError: an unknown name, a head that does not fit, contradictory settings, an `exact` that cannot hold here.
     """
     _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive, shared_lookup=shared_lookup)
     tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
+    fast = _fast(model, path, dtype, packed, exact)
+    _check_parts(draft, tokenizer, lossy)
+    made = make_drafter(draft, tree, fast, path, packed, shared_lookup=shared_lookup)
+    default = tree is None and isinstance(draft, str | Path)
+    end_ids, defaults = generation_defaults(path, target, tokenizer)
+    drafter = _watched(made.drafter, adaptive, default)
+    return Loaded(Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows), path, made.name, defaults)
+
+
+def _fast(model: Target, path: Path | None, dtype: Any, packed: bool, exact: bool) -> Target:
+    """Returns the form of a target that decodes."""
     if dtype in GROUPS and not packed:
         raise integers_refused(str(dtype), model)
     fast = fast_form(model, path is not None, dtype) if packed else model
     if exact:
         check_exact(fast)
-    _check_parts(draft, tokenizer, lossy)
-    drafter, name = make_drafter(draft, tree, fast, path, packed)
-    if shared_lookup:
-        drafter, name = with_shared_lookup(drafter, name)
-    if drafter is not None:
-        drafter = _watched(drafter, adaptive, tree is None and isinstance(draft, str | Path))
-    end_ids, defaults = generation_defaults(path, target, tokenizer)
-    engine = Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows)
-    return Loaded(engine, path, name, defaults)
+    return fast
+
+
+def _watched(drafter: Drafter | None, adaptive: bool | None, default: bool) -> Drafter | None:
+    """Wraps a drafter in `Adaptive` if requested or by default."""
+    if drafter is None:
+        return None
+    if adaptive is None:
+        adaptive = default and not (drafter.needs.every_step or drafter.needs.samples)
+    return Adaptive(drafter) if adaptive else drafter
 
 
 def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
@@ -229,13 +219,6 @@ def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
             raise ValueError(f"{name} is ''; allowed: a name or a file, or leave it out")
     for name, value in flags.items():
         flag(name, value, optional=name == "adaptive")
-
-
-def _watched(drafter: Drafter, adaptive: bool | None, default: bool) -> Drafter:
-    """Wraps a drafter in `Adaptive` if requested or by default."""
-    if adaptive is None:
-        adaptive = default and not (drafter.needs.every_step or drafter.needs.samples)
-    return Adaptive(drafter) if adaptive and not isinstance(drafter, Adaptive) else drafter
 
 
 def _check_parts(draft: Any, tokenizer: Any, lossy: Any) -> None:

@@ -15,7 +15,7 @@ from aquiline.bench.methods import METHODS, Bed, Method, check_methods, make_met
 from aquiline.bench.runner import run_bench
 from aquiline.bench.settings import PRESETS, BenchSettings
 from aquiline.drafters.adaptive import Adaptive
-from aquiline.drafters.trees import Chain
+from aquiline.drafters.trees import Chain, DynamicTree
 from tests.bench.scripted import path_bed
 
 QUESTIONS = [
@@ -211,8 +211,8 @@ def test_a_wrong_token_fails_loudly_after_the_report(
 
 def test_methods_are_parsed() -> None:
     spec = parse_method("eagle3:dynamic:12,3,4,0.1")
-    assert (spec.name, spec.tree, spec.options) == ("eagle3", "dynamic:12,3,4,0.1", ())
-    assert dict(parse_method("prompt-lookup:depth=3:max_ngram=2").options) == {"depth": 3, "max_ngram": 2}
+    assert (spec.name, spec.tree, spec.settings) == ("eagle3", DynamicTree(12, 3, 4, 0.1), {})
+    assert parse_method("prompt-lookup:depth=3:max_ngram=2").settings == {"depth": 3, "max_ngram": 2}
     assert [s.label for s in check_methods(["hf", "plain", "auto"])] == ["plain", "hf", "auto"]
     assert [s.label for s in check_methods(["auto"])] == ["plain", "auto"]
     assert all(parse_method(m).name in METHODS for p in PRESETS.values() for m in p.get("try_methods", ()))
@@ -222,12 +222,14 @@ def test_methods_are_parsed() -> None:
     ("text", "reason"),
     [
         ("eagle9", "unknown method 'eagle9'; allowed: plain, hf, auto"),
-        ("eagle3:bush", "'bush' is not a tree; allowed: chain"),
-        ("lookahead:window=many", "window is 'many'; allowed: a number"),
-        ("eagle3:chain:depth=4", "eagle3 has no settings; allowed: eagle3 alone or eagle3:chain:4"),
-        ("plain:chain", "plain takes no tree"),
-        ("plain:depth=3", "plain has no settings; allowed: plain"),
-        ("hf:threads=1", "hf has no settings"),
+        ("eagle3:bush", "'bush' is neither a tree nor a file; allowed: chain"),
+        ("eagle3:chain:1_0", "'chain:1_0' is not a tree; allowed: chain"),
+        ("lookahead:window=many", "window is 'many'; allowed: an integer"),
+        ("lookahead:window=1_0", "window is '1_0'; allowed: an integer"),
+        ("eagle3:chain:depth=4", "depth is not a setting of eagle3; allowed: a tree, as in eagle3:chain:4"),
+        ("plain:chain", "plain takes no tree; give plain alone"),
+        ("plain:depth=3", "depth is not a setting of plain; allowed: plain alone"),
+        ("hf:threads=1", "threads is not a setting of hf"),
         ("prompt-lookup:depth=3:depth=4", "depth is given twice"),
     ],
 )
@@ -255,8 +257,8 @@ def test_methods_are_built_with_their_settings() -> None:
     lookup = make_method(parse_method("prompt-lookup:depth=7:num_branches=2"), bed)
     assert lookup.settings == "depth=7, max_ngram=8, min_ngram=2, num_branches=2" and not lookup.chain
     assert isinstance(make_method(parse_method("auto"), bed).drafter, Adaptive)
-    with pytest.raises(ValueError, match="prompt-lookup:size=3"):
-        make_method(parse_method("prompt-lookup:size=3"), bed)
+    with pytest.raises(ValueError, match="size is not a setting of prompt-lookup; allowed: depth, max_ngram"):
+        parse_method("prompt-lookup:size=3")
     with pytest.raises(ValueError, match="prompt lookup: depth is 0"):
         make_method(parse_method("prompt-lookup:depth=0"), bed)
     assert Chain().depth == 5

@@ -158,7 +158,7 @@ def test_plain_decoding_wins_where_drafts_are_never_right(
     monkeypatch.setattr(tuning, "measure", timed(1.0, 0.2))
     report = tune(settings, bed, [source(texts, [0])])
     assert report.choice.tree is None and report.choice.method == "plain"
-    assert make_drafter("auto", report.path, bed.target, None)[0] is None
+    assert make_drafter("auto", report.path, bed.target, None).drafter is None
 
 
 def test_prompt_lookup_is_tuned_where_no_head_ships(setting: tuple[Bed, TuneSettings, list[list[int]]]) -> None:
@@ -203,7 +203,7 @@ def test_a_head_with_one_tree_is_a_contestant_as_it_is(
     monkeypatch.setattr(tuning, "measure", stand_in)
     report = tune(settings, bed)
     assert (report.choice.draft, report.choice.tree) == (folder, None)
-    assert isinstance(make_drafter("auto", report.path, shipped.target, None)[0], ParallelDrafter)
+    assert isinstance(make_drafter("auto", report.path, shipped.target, None).drafter, ParallelDrafter)
 
 
 def test_too_few_prompts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from aquiline.checkpoints.open import open_head, read_parallel_heads
 from aquiline.decode import Occupant, new_state, prefill, step
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, StaticTree
-from aquiline.engine.drafting import head_drafter
+from aquiline.engine.drafting import make_drafter
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import TargetShape
 from tests import tiny
@@ -105,7 +105,7 @@ def test_hydra_formula(grounded: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tree", [Chain(3), StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))])
 def test_output_is_plain_decoding(make: Any, tree: Any, tmp_path: Path) -> None:
     target = tiny.decoder("llama")
-    drafter, _ = head_drafter(open_head(make(tmp_path), target.shape), tree, target, None)
+    drafter = make_drafter(open_head(make(tmp_path), target.shape), tree, target, None).drafter
     assert isinstance(drafter, ParallelDrafter)
     outputs = []
     for used in (None, drafter):

@@ -6,9 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, parse_tree, tree_text
+from aquiline.drafters.trees import (
+    EAGLE1_PATHS,
+    Chain,
+    DynamicTree,
+    StaticTree,
+    TreePolicy,
+    parse_tree,
+    sized,
+    tree_text,
+)
 from aquiline.engine.drafting import make_drafter
 from aquiline.loading import load
 from tests import tiny
@@ -39,7 +49,6 @@ def test_numbers_of_another_kind(case: str) -> None:
     [
         ("chain:5", Chain()),
         ("chain:4,0.15", Chain(4, 0.15)),
-        ("static", StaticTree()),
         ("static:0,1,0.0,0.1", StaticTree(((0,), (1,), (0, 0), (0, 1)))),
         ("dynamic:32,5,8", DynamicTree(32, 5, 8)),
         ("dynamic:32,5,8,1e-05", DynamicTree(32, 5, 8, 1e-5)),
@@ -49,16 +58,33 @@ def test_the_language_goes_both_ways(text: str, tree: TreePolicy) -> None:
     assert parse_tree(text) == tree and tree_text(tree) == text
 
 
-def test_defaults_have_short_forms() -> None:
-    assert parse_tree("chain") == Chain() and parse_tree("static") == StaticTree()
+@pytest.mark.parametrize(
+    ("text", "levels", "cpu", "gpu"),
+    [
+        ("chain", None, Chain(5), Chain(5)),
+        ("chain", 3, Chain(3), Chain(3)),
+        ("static", None, StaticTree(), StaticTree()),
+        ("static", 2, *[StaticTree(tuple(path for path in EAGLE1_PATHS if len(path) <= 2))] * 2),
+        ("dynamic", None, DynamicTree(32, 5, 8), DynamicTree(60, 7, 10)),
+        ("chain:7", 3, Chain(7), Chain(7)),
+    ],
+)
+def test_bare_trees_suit_the_draft_and_the_device(text: str, levels: int | None, cpu: Any, gpu: Any) -> None:
+    tree = parse_tree(text)
+    assert tree_text(tree) == text
+    assert [sized(tree, torch.device(name), levels) for name in ("cpu", "cuda")] == [cpu, gpu]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         *((text, "is not a tree; allowed: chain") for text in ("", "bush:3", "chain:", "chain:4,0.1,2", "chain:x")),
-        *((text, "is not a tree; allowed: .*dynamic") for text in ("dynamic", "dynamic:10,2", "dynamic:10,x,2")),
-        *((text, "is not a tree; allowed: .*static") for text in ("static:", "static:0,a", "static:0,.1")),
+        *((text, "is not a tree; allowed: chain") for text in ("chain:1_0", "chain:\uff14", "chain: 4", "chain:+4")),
+        *((text, "is not a tree; allowed: .*dynamic") for text in ("dynamic:", "dynamic:10,2", "dynamic:10,x,2")),
+        *(
+            (text, "is not a tree; allowed: .*static")
+            for text in ("static:", "static:0,a", "static:0,.1", "static:\u0660")
+        ),
         ("chain:0", "chain depth is 0; allowed: ≥ 1"),
         ("chain:4,nan", "min_prob is nan"),
         ("static:0.0", r"path \(0, 0\) lacks its parent \(0,\); add it"),
@@ -71,8 +97,9 @@ def test_what_is_no_tree(text: str, words: str) -> None:
 
 
 def test_load_takes_the_language() -> None:
-    loaded = load(tiny.hf_model("llama"), "prompt-lookup", tree="chain:7")
-    assert isinstance(loaded.drafter, PromptLookup) and loaded.drafter.depth == 7
+    for tree, depth in (("chain:7", 7), ("chain", 5), (Chain, 5), (None, 16)):
+        loaded = load(tiny.hf_model("llama"), "prompt-lookup", tree=tree, adaptive=False)
+        assert isinstance(loaded.drafter, PromptLookup) and loaded.drafter.depth == depth
     with pytest.raises(ValueError, match=r"'bush:3' is neither a tree nor a file; allowed: chain.*aquiline tune"):
         load("no such target", "prompt-lookup", tree="bush:3")  # before the target is looked for
 
@@ -84,6 +111,7 @@ def test_load_takes_the_language() -> None:
         ("prompt-lookup", "chain:4,0.1", "no min_prob"),
         ("auto", "dynamic:8,2,3", "Chain"),
         ("lookahead", "chain:4", "none.*make a Lookahead"),
+        ("lookahead", "dynamic", "tree is dynamic; allowed for lookahead: none"),
         (None, "chain:4", "draft=None"),
         (PromptLookup(), "chain:4", "PromptLookup has its own tree settings"),
     ],

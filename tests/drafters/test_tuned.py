@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
+from aquiline.drafters.trees import BareTree, Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.drafters.tuned import TunedChoice, read_tuned, write_tuned
-from aquiline.engine.drafting import make_drafter
+from aquiline.engine.drafting import NamedDrafter, make_drafter
 from tests.path_target import PathTarget
 
 
-@pytest.mark.parametrize("tree", [Chain(3, 0.25), DynamicTree(12, 4, 3, 0.1), StaticTree(((0,), (1,), (0, 0)))])
-def test_round_trip(tmp_path: Path, tree: Chain | DynamicTree | StaticTree) -> None:
+@pytest.mark.parametrize(
+    "tree", [Chain(3, 0.25), DynamicTree(12, 4, 3, 0.1), StaticTree(((0,), (1,), (0, 0))), DynamicTree]
+)
+def test_round_trip(tmp_path: Path, tree: TreePolicy | BareTree) -> None:
     choice = TunedChoice("eagle3", "smollm2-eagle3", tree, "abc")
     write_tuned(tmp_path / "tuned.json", choice, {"tokens_per_second": 81.5})
     assert read_tuned(tmp_path / "tuned.json") == choice
@@ -23,12 +25,13 @@ def test_round_trip(tmp_path: Path, tree: Chain | DynamicTree | StaticTree) -> N
 def test_what_load_makes_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, target = tmp_path / "tuned.json", PathTarget(11)
     write_tuned(file, TunedChoice("prompt lookup", "prompt-lookup", Chain(7)), {})
-    drafter, _ = make_drafter("auto", file, target, None)
+    drafter = make_drafter("auto", file, target, None).drafter
     assert isinstance(drafter, PromptLookup) and drafter.depth == 7
     write_tuned(file, TunedChoice("plain", None, None), {})
-    assert make_drafter("auto", str(file), target, None) == (None, "plain (tuned: plain)")
+    plain = NamedDrafter(None, "plain (tuned: plain)")
+    assert make_drafter("auto", str(file), target, None) == plain
     assert not caplog.records
-    assert make_drafter("prompt-lookup", str(file), target, None) == (None, "plain (tuned: plain)")
+    assert make_drafter("prompt-lookup", str(file), target, None) == plain
     assert "draft prompt-lookup has no effect" in caplog.text
 
 

@@ -173,7 +173,8 @@ def test_a_run_is_measured_meanwhile_and_leaves_a_card_and_a_drafter(base: Path,
     assert f"Target fingerprint: `{fingerprint}`" in card and f'"kind": "{kind}"' in card
     assert str(base) not in card and '"target": "target"' in card, "a published card names no folder of its author"
     target = load_target(base / "target", torch.float32)
-    drafter, name = make_drafter(str(output / "head"), None, target, base / "target")
+    made = make_drafter(str(output / "head"), None, target, base / "target")
+    drafter, name = made.drafter, made.name
     assert drafter is not None and kind.replace("-", " ") in name.replace("-", " ")
     assert_equal_to_plain(target, drafter, tiny.prompts(3, seed=8), SamplingParams())
     if isinstance(drafter, ParallelDrafter):  # the measured ranks decide the default tree

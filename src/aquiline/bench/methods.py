@@ -1,9 +1,9 @@
-"""Methods by name: what `--methods eagle3:chain:4` means."""
+"""Parses methods such as `eagle3:chain:4`, and builds them on a target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,21 @@ import torch
 from aquiline.checkpoints.open import SHIPPED, Head, open_head, shipped_for
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
+from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup import PromptLookup
-from aquiline.drafters.mixed import LookupFirst, Merged
-from aquiline.drafters.small_model import SmallModel
-from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, parse_tree
-from aquiline.engine.drafting import GPU_TREE, head_drafter, make_drafter
+from aquiline.drafters.mixed import Merged
+from aquiline.drafters.trees import BareTree, Chain, DynamicTree, StaticTree, TreePolicy, tree_text
+from aquiline.drafters.tuned import TunedChoice
+from aquiline.engine.drafting import make_drafter, read_tree
 from aquiline.targets.target import Target
 
 METHODS = {
     "plain": "decoding without drafts, in the same engine",
     "hf": "`generate` of transformers on the same weights",
-    "auto": "what load() takes by default, with its fall-back to plain",
-    "prompt-lookup": "continuations of repeated n-grams; options depth, max_ngram, min_ngram, num_branches",
-    "lookahead": "Jacobi window and n-gram pool; options window, ngram, guesses",
-    "small-model": "a small model drafts a chain; option sampled",
+    "auto": "load()'s default, with its fall-back to plain",
+    "prompt-lookup": "continuations of repeated n-grams; settings depth, max_ngram, min_ngram, num_branches",
+    "lookahead": "Jacobi window and n-gram pool; settings window, ngram, guesses",
+    "small-model": "a small model drafts a chain; setting sampled",
     "medusa": "parallel heads and their static tree",
     "hydra": "sequentially dependent heads and their static tree",
     "eagle": "EAGLE-1 head; static tree unless told otherwise",
@@ -33,10 +34,7 @@ METHODS = {
     "eagle3": "EAGLE-3 head; load()'s default tree unless told otherwise",
     "eagle3+lookup": "prompt lookup merged into an EAGLE-3 tree",
 }
-"""Name → what it is. Those with a head take a tree as `--tree` does, or :dynamic for what pays on the device."""
-
-CPU_DYNAMIC = DynamicTree(num_nodes=32, depth=5, top_k=8)
-"""The dynamic tree on a CPU, where each further node costs; on a GPU the papers' 60 nodes."""
+"""Name → description. All but plain, hf and lookahead take a tree as `--tree` does."""
 
 HEAD_OF = {
     "eagle": "eagle",
@@ -49,6 +47,16 @@ HEAD_OF = {
 }
 """Method → kind of head that it needs."""
 
+SETTINGS = {
+    "prompt-lookup": ("depth", "max_ngram", "min_ngram", "num_branches"),
+    "lookahead": ("window", "ngram", "guesses"),
+    "small-model": ("sampled",),
+}
+"""Method → its settings, all integers."""
+
+_TREES: dict[str, BareTree] = {"eagle": StaticTree, "eagle2": DynamicTree}
+"""Methods whose default tree is not that of `load`."""
+
 
 @dataclass(frozen=True)
 class MethodSpec:
@@ -57,26 +65,26 @@ class MethodSpec:
     Attributes:
         label: as given; names the method in all results.
         name: key of `METHODS`.
-        tree: as `--tree` takes it, "dynamic" for the device's dynamic tree, or "" for the method's own default.
-        options: (setting, value) pairs.
+        tree: as `read_tree` returns it; None: the method's default.
+        settings: name → value.
     """
 
     label: str
     name: str
-    tree: str = ""
-    options: tuple[tuple[str, float], ...] = ()
+    tree: TreePolicy | BareTree | TunedChoice | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Bed:
-    """What all methods of a run share.
+    """The parts that all methods of a run share.
 
     Attributes:
         target: the target, as `load` decodes with it.
         tokenizer: of the target.
         end_ids: its end-of-sequence tokens.
         path: folder of its weights, or None.
-        name: what the user called it.
+        name: the user's name for it.
         heads: kind of head → folder, for heads that do not ship.
     """
 
@@ -95,7 +103,7 @@ class Method:
     Attributes:
         label: its name in all results.
         drafter: None for plain decoding and for `generate` of transformers.
-        settings: tree or other settings, in words.
+        settings: its tree, or other settings.
         head: where its head came from, or None.
         chain: it drafts chains, so that n-α is defined.
         hf_model: transformers' model, for the method "hf" alone.
@@ -110,70 +118,76 @@ class Method:
 
 
 def parse_method(text: str) -> MethodSpec:
-    """Parses ``NAME[:TREE][:SETTING=VALUE]…``.
+    """Parses ``NAME[:TREE][:SETTING=VALUE]…``; the tree is anything that `--tree` accepts.
 
     Raises:
-        ValueError: for an unknown method (lists what there is), tree or setting.
+        ValueError: for an unknown method (lists them all), tree or setting.
     """
-    name, *parts = text.strip().split(":")
+    label = text.strip()
+    name, *parts = label.split(":")
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; allowed: {', '.join(METHODS)}")
     if "" in parts:
         raise ValueError(f"{text!r} has an empty part after a colon; leave the colon out or give a tree or a setting")
-    tree = ":".join(part for part in parts if "=" not in part)
-    options: list[tuple[str, float]] = []
-    for setting, _, value in (part.partition("=") for part in parts if "=" in part):
-        if any(setting == known for known, _ in options):
-            raise ValueError(f"{text!r}: {setting} is given twice")
-        try:
-            options.append((setting, float(value) if "." in value else int(value)))
-        except ValueError as error:
-            raise ValueError(f"{text!r}: {setting} is {value!r}; allowed: a number") from error
-    if tree and name not in HEAD_OF:
-        raise ValueError(f"{text!r}: {name} takes no tree")
-    if tree and tree != "dynamic":
-        try:
-            parse_tree(tree)
-        except ValueError as error:
-            raise ValueError(f"{text!r}: {error}") from error
-    if options and name not in ("prompt-lookup", "lookahead", "small-model"):
-        form = f"{name}:chain:4" if name in HEAD_OF else name
-        raise ValueError(f"{text!r}: {name} has no settings; allowed: {name} alone or {form}")
-    return MethodSpec(text.strip(), name, tree, tuple(options))
+    pairs = [part.partition("=")[::2] for part in parts if part.partition("=")[0].isidentifier() and "=" in part]
+    tree = ":".join(part for part in parts if part.partition("=")[::2] not in pairs)
+    if tree and name in ("plain", "hf"):
+        raise ValueError(f"{text!r}: {name} takes no tree; give {name} alone")
+    settings: dict[str, int] = {}
+    for key, value in pairs:
+        if key not in SETTINGS.get(name, ()):
+            other = f"a tree, as in {name}:chain:4" if name in HEAD_OF else f"{name} alone"
+            allowed = ", ".join(SETTINGS.get(name, ())) or other
+            raise ValueError(f"{text!r}: {key} is not a setting of {name}; allowed: {allowed}")
+        if key in settings:
+            raise ValueError(f"{text!r}: {key} is given twice; give it once")
+        if not (value.isascii() and value.isdigit()):
+            raise ValueError(f"{text!r}: {key} is {value!r}; allowed: an integer ≥ 0")
+        settings[key] = int(value)
+    if tree and settings and name != "small-model":
+        raise ValueError(f"{text!r} has a tree and settings; allowed for {name}: one of the two")
+    try:
+        return MethodSpec(label, name, read_tree(tree) if tree else None, settings)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from error
 
 
 def make_method(spec: MethodSpec, bed: Bed) -> Method:
     """Builds a method on a target.
 
     Raises:
-        ValueError: it lacks its head (names the command that trains one), or its settings make
-            no tree.
+        ValueError: it lacks its head (names the command that trains one), or cannot draft its tree.
     """
-    if spec.name == "plain":
-        return Method(spec.label, None, "no drafts")
-    if spec.name == "hf":
+    label, name, tree = spec.label, spec.name, spec.tree
+    if name == "plain":
+        return Method(label, None, "no drafts")
+    if name == "hf":
         return _hf(spec, bed)
-    if spec.name == "auto":
-        drafter, name = make_drafter("auto", None, bed.target, bed.path)
-        assert drafter is not None
-        return Method(spec.label, Adaptive(drafter), f"{name}, {_described(drafter)}, adaptive")
-    if spec.name == "prompt-lookup":
-        lookup = _with_options(PromptLookup, spec)
-        return Method(spec.label, lookup, _described(lookup), chain=lookup.num_branches == 1)
-    if spec.name == "lookahead":
-        from aquiline.drafters.lookahead import Lookahead
+    if name in ("prompt-lookup", "lookahead") and tree is None:
+        free = PromptLookup(**spec.settings) if name == "prompt-lookup" else Lookahead(**spec.settings)
+        words = ", ".join(f"{key}={getattr(free, key)}" for key in SETTINGS[name])
+        return Method(label, free, words, chain=getattr(free, "num_branches", 0) == 1)
+    head = find_head(name, bed) if name in HEAD_OF else None
+    sampled = bool(spec.settings.get("sampled"))
+    made = make_drafter(head or name, tree or _TREES.get(name), bed.target, bed.path, sampled=sampled)
+    drafter, words = made.drafter, made.name if made.tree is None else tree_text(made.tree)
+    chain = isinstance(made.tree, Chain)
+    if name == "auto":
+        words = f"{made.name}, {words}"
+    if drafter is not None and name == "auto" and tree is None:
+        drafter, words, chain = Adaptive(drafter), f"{words}, adaptive", False
+    elif drafter is not None and name == "eagle3+lookup":
+        drafter, words, chain = Merged(drafter, PromptLookup()), f"{words} + prompt lookup", False
+    return Method(label, drafter, words, None if head is None else shown(head), chain)
 
-        ahead = _with_options(Lookahead, spec)
-        return Method(spec.label, ahead, _described(ahead))
-    head = find_head(spec.name, bed)
-    drafter = _with_head(spec, bed, head)
-    policy = getattr(drafter, "policy", None)
-    shown = head.path.name if head.path.parent == SHIPPED else str(head.path)
-    return Method(spec.label, drafter, _described(drafter), shown, isinstance(policy, Chain))
+
+def shown(head: Head) -> str:
+    """Returns a head's name if it ships, which holds on other machines too, else its path."""
+    return head.path.name if head.path.parent == SHIPPED else str(head.path)
 
 
 def find_head(method: str, bed: Bed) -> Head:
-    """A method's head: the user's, else one that ships for this very target.
+    """Opens a method's head: the user's, else one that ships for exactly this target.
 
     Raises:
         ValueError: there is none (names the command that trains one), or the user's is of another kind.
@@ -207,60 +221,8 @@ def _hf(spec: MethodSpec, bed: Bed) -> Method:
     return Method(spec.label, None, "transformers", hf_model=model)
 
 
-def _with_head(spec: MethodSpec, bed: Bed, head: Head) -> Drafter:
-    defaults: dict[str, TreePolicy] = {"eagle": StaticTree(), "eagle2": _dynamic(bed)}
-    drafter, _ = head_drafter(head, _tree(spec, bed) or defaults.get(spec.name), bed.target, bed.path)
-    if isinstance(drafter, SmallModel):
-        return SmallModel(drafter.model, bed.target, drafter.policy, sampled=_sampled(spec))
-    if spec.name == "eagle3+lookup":
-        return Merged(drafter, PromptLookup())
-    return drafter
-
-
-def _sampled(spec: MethodSpec) -> bool:
-    options = dict(spec.options)
-    unknown = sorted(options.keys() - {"sampled"})
-    if unknown:
-        raise ValueError(f"{spec.label!r}: {unknown[0]} is not a setting of small-model; allowed: sampled")
-    return bool(options.get("sampled", 0))
-
-
-def _dynamic(bed: Bed) -> DynamicTree:
-    return CPU_DYNAMIC if torch.device(bed.target.device).type == "cpu" else GPU_TREE
-
-
-def _tree(spec: MethodSpec, bed: Bed) -> TreePolicy | None:
-    """The tree that the specification names, or None for the default."""
-    if spec.tree == "dynamic":
-        return _dynamic(bed)
-    return parse_tree(spec.tree) if spec.tree else None
-
-
-def _with_options(make: Callable[..., Any], spec: MethodSpec) -> Any:
-    try:
-        return make(**dict(spec.options))
-    except TypeError as error:
-        raise ValueError(f"{spec.label!r}: {error}") from error
-
-
-def _described(drafter: Any) -> str:
-    """Settings in words, for the report."""
-    if isinstance(drafter, LookupFirst):
-        return f"lookup ({_described(drafter.lookup)}), else {_described(drafter.other)}"
-    if isinstance(drafter, Merged):
-        return f"{_described(drafter.first)} + lookup ({_described(drafter.second)})"
-    policy = getattr(drafter, "policy", None)
-    if isinstance(policy, StaticTree):
-        return f"static tree of {len(policy.paths)} nodes"
-    if policy is not None:
-        return str(policy)
-    names = ("depth", "max_ngram", "min_ngram", "num_branches", "window", "ngram", "guesses")
-    given = {name: getattr(drafter, name) for name in names if hasattr(drafter, name)}
-    return ", ".join(f"{name}={value}" for name, value in given.items())
-
-
 def check_methods(labels: Sequence[str]) -> list[MethodSpec]:
-    """Parses all labels and puts plain decoding, which everything is measured against, first.
+    """Parses all labels, and puts plain decoding first, since everything is measured against it.
 
     Raises:
         ValueError: for an unknown or repeated method.

@@ -132,7 +132,7 @@ def _propose(
     if source.default is not None:
         known = isinstance(source.default, Chain | DynamicTree)
         expected = predict(profile, costs, source.default) if known else None  # type: ignore[arg-type]
-        label = f"{source.name} {source.default}"
+        label = f"{source.name} {tree_text(source.default)}"
         found.append(Candidate(label, source.draft, source.default, source.make(source.default), expected))
     return found
 

@@ -1,4 +1,4 @@
-"""What tuning chooses among: families of trees for one draft, and drafts that have only their default."""
+"""Collects the contestants of tuning: families of trees for one draft, and drafts that have only their default."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aquiline.bench.methods import Bed
+from aquiline.bench.methods import Bed, shown
 from aquiline.bench.profile import Prediction, candidates
-from aquiline.checkpoints.open import SHIPPED, Head, open_head, shipped_for
+from aquiline.checkpoints.open import Head, open_head, shipped_for
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle import EagleDrafter
-from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
-from aquiline.engine.drafting import head_drafter, make_drafter
+from aquiline.engine.drafting import make_drafter
 
 logger = logging.getLogger("aquiline")
 
@@ -25,11 +23,11 @@ class Candidate:
     """A method that could be chosen.
 
     Attributes:
-        label: in the report.
-        draft: what `load` takes; None for plain decoding.
+        label: its name in the report.
+        draft: name or folder for `load`; None for plain decoding.
         policy: its tree; None for plain decoding and for a draft's own default.
         drafter: ready to run.
-        prediction: what it was proposed for; None where nothing was predicted.
+        prediction: the speed it was proposed for; None where nothing was predicted.
     """
 
     label: str
@@ -44,12 +42,12 @@ class Source:
     """A drafter family to tune.
 
     Attributes:
-        draft: what `load` takes.
-        name: in labels.
+        draft: name or folder for `load`.
+        name: its name in labels.
         make: tree → drafter.
         probe: the tree whose acceptance is recorded.
         options: trees to choose among.
-        default: the tree that load() takes, or None.
+        default: load()'s default tree, or None.
     """
 
     draft: str
@@ -71,7 +69,7 @@ def find_sources(bed: Bed, draft: str, largest: DynamicTree) -> tuple[list[Sourc
     Raises:
         ValueError: a head that does not fit.
     """
-    lookup = _lookup_source()
+    lookup = _lookup_source(bed)
     if draft == "auto":
         opened = (open_head(folder, bed.target.shape) for folder in shipped_for(bed.path))
         shipped = {head.kind: head for head in opened}
@@ -79,43 +77,42 @@ def find_sources(bed: Bed, draft: str, largest: DynamicTree) -> tuple[list[Sourc
             logger.info("no EAGLE-3 head ships for %s: load()'s default is prompt lookup", bed.name)
             return [lookup], [_as_it_is(bed, head) for head in shipped.values()]
         others = [_as_it_is(bed, head) for kind, head in shipped.items() if kind != "eagle3"]
-        return [_eagle_source(bed, shipped["eagle3"], largest), lookup], [_default(bed), *others]
+        return [_eagle_source(bed, shipped["eagle3"], largest), lookup], [_as_it_is(bed, "auto"), *others]
     head = open_head(draft, bed.target.shape)
     if head.kind in ("eagle", "eagle3"):
         return [_eagle_source(bed, head, largest), lookup], []
     return [lookup], [_as_it_is(bed, head)]
 
 
-def _named(head: Head) -> str:
-    """What `load` takes as the draft; the name of a shipped head holds on another machine too."""
-    return head.path.name if head.path.parent == SHIPPED else str(head.path)
-
-
-def _default(bed: Bed) -> Candidate:
-    drafter, name = make_drafter("auto", None, bed.target, bed.path)
-    return Candidate(f"auto: {name}", "auto", None, drafter)
-
-
-def _as_it_is(bed: Bed, head: Head) -> Candidate:
-    drafter, name = head_drafter(head, None, bed.target, bed.path)
-    return Candidate(name, _named(head), None, drafter)
+def _as_it_is(bed: Bed, draft: Head | str) -> Candidate:
+    """Makes a contestant of a draft with its default tree."""
+    made = make_drafter(draft, None, bed.target, bed.path)
+    if isinstance(draft, Head):
+        return Candidate(made.name, shown(draft), None, made.drafter)
+    return Candidate(f"{draft}: {made.name}", draft, None, made.drafter)
 
 
 def _eagle_source(bed: Bed, head: Head, largest: DynamicTree) -> Source:
-    def make(policy: TreePolicy | None) -> EagleDrafter:
-        drafter, _ = head_drafter(head, policy, bed.target, bed.path)
-        assert isinstance(drafter, EagleDrafter)
+    return _source(bed, head, shown(head), f"{head.path.name} ({head.kind})", largest, candidates(largest))
+
+
+def _lookup_source(bed: Bed) -> Source:
+    depths = [Chain(depth) for depth in range(1, LOOKUP_DEPTH + 1)]
+    return _source(bed, "prompt-lookup", "prompt-lookup", "prompt lookup", Chain(LOOKUP_DEPTH), depths)
+
+
+def _source(
+    bed: Bed,
+    opened: Head | str,
+    draft: str,
+    name: str,
+    probe: DynamicTree | Chain,
+    options: Sequence[Chain | DynamicTree],
+) -> Source:
+    def make(policy: TreePolicy) -> Drafter:
+        drafter = make_drafter(opened, policy, bed.target, bed.path).drafter
+        assert drafter is not None
         return drafter
 
-    name = f"{head.path.name} ({head.kind})"
-    return Source(_named(head), name, make, largest, candidates(largest), make(None).policy)
-
-
-def _lookup_source() -> Source:
-    def make(policy: TreePolicy) -> Drafter:
-        assert isinstance(policy, Chain)
-        return PromptLookup(depth=policy.depth)
-
-    depths = [Chain(depth) for depth in range(1, LOOKUP_DEPTH + 1)]
-    default = Chain(PromptLookup().depth)
-    return Source("prompt-lookup", "prompt lookup", make, Chain(LOOKUP_DEPTH), depths, default)
+    default = make_drafter(opened, None, bed.target, bed.path).tree
+    return Source(draft, name, make, probe, options, default)

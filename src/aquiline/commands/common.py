@@ -107,7 +107,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--tree",
-        help="chain[:DEPTH[,MIN_PROB]], static[:PATH,…], dynamic:NODES,DEPTH,TOPK[,MIN_PROB], "
+        help="chain[:DEPTH[,MIN_PROB]], static[:PATH,…], dynamic[:NODES,DEPTH,TOPK[,MIN_PROB]], "
         "or a file from `aquiline tune` (default: chosen by the device)",
     )
     add_machine_options(group)

@@ -1,15 +1,18 @@
-"""Which nodes a drafter puts into its tree, the language that names trees, and how a static one is filled.
+"""Shapes draft trees: their policies, the one language that names them, and how a static one is filled.
 
 | text | tree |
 |---|---|
 | `chain`, `chain:4`, `chain:4,0.15` | `Chain(depth, min_prob)` |
 | `static`, `static:0,1,0.0` | `StaticTree`: EAGLE-1's 25 nodes, or these paths of ranks |
-| `dynamic:32,5,8`, `dynamic:32,5,8,0.01` | `DynamicTree(num_nodes, depth, top_k, min_prob)` |
+| `dynamic`, `dynamic:32,5,8`, `dynamic:32,5,8,0.01` | `DynamicTree(num_nodes, depth, top_k, min_prob)` |
+
+Without numbers, a chain has 5 tokens, the device chooses the dynamic tree, and a head with fewer levels cuts the rest.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,6 +97,8 @@ class StaticTree:
 class DynamicTree:
     """EAGLE-2's context-aware tree: expand by joint probability, then keep the best nodes.
 
+    The defaults are the tree that GPUs draft.
+
     Attributes:
         num_nodes: most nodes including the root, ≥ 2.
         depth: levels below the root, ≥ 1.
@@ -105,7 +110,7 @@ class DynamicTree:
     """
 
     num_nodes: int = 60
-    depth: int = 6
+    depth: int = 7
     top_k: int = 10
     min_prob: float = 0.0
 
@@ -127,45 +132,55 @@ class DynamicTree:
 
 TreePolicy = Chain | StaticTree | DynamicTree
 
-TREE_FORMS = "chain[:DEPTH[,MIN_PROB]], static[:PATH,…], dynamic:NODES,DEPTH,TOPK[,MIN_PROB]"
+BareTree = type[Chain] | type[StaticTree] | type[DynamicTree]
+"""A tree without numbers ("chain"); `sized` gives it those that suit the draft and the device."""
+
+TREE_FORMS = "chain[:DEPTH[,MIN_PROB]], static[:PATH,…], dynamic[:NODES,DEPTH,TOPK[,MIN_PROB]]"
 """The language, for messages and help."""
+
+_SHAPES: dict[str, BareTree] = {"chain": Chain, "static": StaticTree, "dynamic": DynamicTree}
+
+_ARGUMENTS = re.compile(r"[-.,0-9a-zA-Z]+")  # int() and float() also read 1_0, +1, spaces and digits of other scripts
 
 
 def names_tree(text: str) -> bool:
-    """Whether a text begins like a tree; a file of such a name is reached as ./chain."""
-    return text.partition(":")[0] in ("chain", "static", "dynamic")
+    """True if a text begins like a tree; a file of such a name is reached as ./chain."""
+    return text.partition(":")[0] in _SHAPES
 
 
-def parse_tree(text: str) -> TreePolicy:
-    """Parses a tree.
+def parse_tree(text: str) -> TreePolicy | BareTree:
+    """Parses a tree; one without numbers gives its class.
 
     Raises:
         ValueError: if the form is unknown or the numbers are invalid.
     """
     kind, colon, rest = text.partition(":")
-    arguments = _arguments(kind, rest.split(",") if colon else [])
-    if arguments is None:
+    shape = _SHAPES.get(kind)
+    if shape is not None and not colon:
+        return shape
+    arguments = _arguments(kind, rest.split(",")) if _ARGUMENTS.fullmatch(rest) else None
+    if shape is None or arguments is None:
         raise ValueError(f"{text!r} is not a tree; allowed: {TREE_FORMS}")
-    makers: dict[str, type[Any]] = {"chain": Chain, "static": StaticTree, "dynamic": DynamicTree}
-    tree: TreePolicy = makers[kind](*arguments)
-    return tree
+    return shape(*arguments)
 
 
 def _arguments(kind: str, parts: list[str]) -> tuple[Any, ...] | None:
-    """The arguments of a tree, or None for an unknown form."""
+    """Returns the arguments of a tree, or None for an unknown form."""
     try:
         if kind == "static":
-            return (tuple(tuple(map(int, path.split("."))) for path in parts),) if parts else ()
+            return (tuple(tuple(map(int, path.split("."))) for path in parts),)
         whole = {"chain": 1, "dynamic": 3}.get(kind)
-        if whole is not None and (len(parts) in (whole, whole + 1) or (kind == "chain" and not parts)):
+        if whole is not None and len(parts) in (whole, whole + 1):
             return (*map(int, parts[:whole]), *map(float, parts[whole:]))
     except ValueError:
         pass  # not a number
     return None
 
 
-def tree_text(tree: TreePolicy) -> str:
+def tree_text(tree: TreePolicy | BareTree) -> str:
     """Writes a tree as `parse_tree` reads it."""
+    if isinstance(tree, type):
+        return next(kind for kind, shape in _SHAPES.items() if shape is tree)
     if isinstance(tree, StaticTree):
         paths = ",".join(".".join(map(str, path)) for path in tree.paths)
         return "static" if tree == StaticTree() else f"static:{paths}"
@@ -173,6 +188,24 @@ def tree_text(tree: TreePolicy) -> str:
     if isinstance(tree, Chain):
         return f"chain:{tree.depth}{minimum}"
     return f"dynamic:{tree.num_nodes},{tree.depth},{tree.top_k}{minimum}"
+
+
+def sized(tree: TreePolicy | BareTree, device: torch.device, levels: int | None = None) -> TreePolicy:
+    """Gives a bare tree its numbers.
+
+    Args:
+        tree: returned as it is if it has numbers.
+        device: of the target; each further node costs more on a CPU, so dynamic trees are smaller there.
+        levels: most levels that the draft has, ≥ 1; chains and static trees are cut to them. None: no limit.
+    """
+    if not isinstance(tree, type):
+        return tree
+    if issubclass(tree, DynamicTree):
+        return DynamicTree(num_nodes=32, depth=5, top_k=8) if device.type == "cpu" else DynamicTree()
+    whole = tree()
+    if levels is None or whole.depth <= levels:
+        return whole
+    return Chain(levels) if isinstance(whole, Chain) else StaticTree(tuple(paths_of(whole, levels)))
 
 
 def _check_min_prob(value: float) -> None:

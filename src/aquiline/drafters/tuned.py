@@ -1,4 +1,4 @@
-"""The file that `aquiline tune` writes and `load` reads: the fastest draft and tree on the user's prompts."""
+"""Writes and reads the file of `aquiline tune`: the fastest draft and tree on the user's prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aquiline.drafters.trees import TREE_FORMS, TreePolicy, parse_tree, tree_text
+from aquiline.drafters.trees import TREE_FORMS, BareTree, TreePolicy, parse_tree, tree_text
 from aquiline.models.files import read_json, write_text
 
 FORMAT = "aquiline-tuned"
@@ -17,24 +17,23 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class TunedChoice:
-    """What was fastest.
+    """The fastest draft and tree of a tuning run.
 
     Attributes:
         method: "plain", or the draft's display name.
-        draft: what `load` takes as its draft: "auto", a head's folder or name, "prompt-lookup", or
-            None for plain decoding.
+        draft: draft for `load`: "auto", a head's folder or name, "prompt-lookup", or None for plain decoding.
         tree: the shape of the drafts; None for the draft's own default, or for plain decoding.
         target_fingerprint: of the target that it was measured on, or None.
     """
 
     method: str
     draft: str | None
-    tree: TreePolicy | None
+    tree: TreePolicy | BareTree | None
     target_fingerprint: str | None = None
 
 
 def write_tuned(path: Path, choice: TunedChoice, evidence: Mapping[str, Any]) -> None:
-    """Writes the file, whole or not at all; `evidence` is kept for the reader's judgement."""
+    """Writes the file, whole or not at all, with the measurements as `evidence`."""
     record = {
         "format": FORMAT,
         "version": VERSION,
