@@ -20,7 +20,7 @@ from aquiline.models.resolve import resolve_target
 from aquiline.targets.loading import load_target
 from aquiline.targets.native import native
 from aquiline.targets.packed import packed
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetInput
 
 PREFIX, LENGTH = 450, 120
 
@@ -29,7 +29,7 @@ def feed(target: Target, ids: list[int], width: int, decoys: int) -> tuple[torch
     """Logits (LENGTH, V) of the tokens after the prefix, fed `width` at a time."""
     cache = target.new_cache(1, len(ids) + width + decoys)
     none = torch.empty(1, 0, dtype=torch.int64)
-    target.forward(torch.tensor([ids[:PREFIX]]), torch.arange(PREFIX)[None], None, cache, [0], (), none)
+    target.forward(TargetInput(torch.tensor([ids[:PREFIX]]), torch.arange(PREFIX)[None], None, cache, [0], (), none))
     commit(cache, torch.arange(PREFIX)[None], [0])
     rows = []
     for start in range(PREFIX, PREFIX + LENGTH, width):
@@ -38,7 +38,7 @@ def feed(target: Target, ids: list[int], width: int, decoys: int) -> tuple[torch
         parents = [*range(-1, len(chain) - 1), *(i % len(chain) for i in range(decoys))]
         tree = trees.from_lists([(tokens, parents)])
         ancestors = trees.ancestors(tree.parents) if decoys else None
-        out = target.forward(tree.tokens, start + trees.depths(tree.parents), ancestors, cache, [0])
+        out = target.forward(TargetInput(tree.tokens, start + trees.depths(tree.parents), ancestors, cache, [0]))
         rows.append(out.logits[0, : len(chain)])
         commit(cache, torch.arange(len(chain))[None], [0])
     return torch.cat(rows), cache

@@ -31,7 +31,7 @@ from aquiline.targets.loading import load_target
 from aquiline.targets.native import native
 from aquiline.targets.packed import packed
 from aquiline.targets.rope import RotaryTable
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetInput
 
 LEVELS = 5
 RESULTS = Path(__file__).parent / "results"
@@ -103,12 +103,12 @@ def our_forwards(target: Target, context: int, widths: list[int]) -> dict[int, R
     cache = target.new_cache(1, context + max(widths))
     tokens = prompt(context, target.shape.vocab_size)
     none = torch.empty(1, 0, dtype=torch.int64)
-    target.forward(tokens, torch.arange(context)[None], None, cache, [0], logits_at=none)
+    target.forward(TargetInput(tokens, torch.arange(context)[None], None, cache, [0], logits_at=none))
     commit(cache, torch.arange(context)[None], [0])
 
     def forward(width: int) -> Run:
         new, positions = prompt(width, target.shape.vocab_size), context + torch.arange(width)[None]
-        return lambda: target.forward(new, positions, None, cache, [0]).logits
+        return lambda: target.forward(TargetInput(new, positions, None, cache, [0])).logits
 
     return {width: forward(width) for width in widths}
 
@@ -222,7 +222,7 @@ def bare_loop(target: Target, tokens: Tensor, new_tokens: int) -> list[int]:
         width = tokens.shape[1]
         positions = length + torch.arange(width)[None]
         last = torch.tensor([[width - 1]])
-        logits = target.forward(tokens, positions, None, cache, [0], logits_at=last).logits
+        logits = target.forward(TargetInput(tokens, positions, None, cache, [0], logits_at=last)).logits
         commit(cache, torch.arange(width)[None], [0])
         length += width
         tokens = logits[:, -1].argmax(-1, keepdim=True)

@@ -36,6 +36,7 @@ from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder, DecoderConfig
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig
+from aquiline.targets.target import TargetInput
 from aquiline.tree import ancestors, depths
 
 RESULTS = Path(__file__).parent / "results"
@@ -137,7 +138,7 @@ def forwards(target: Decoder, options: argparse.Namespace) -> dict[str, float]:
         positions = (options.context + depths(parents)).to(target.device)
         seen = None if width == 1 else ancestors(parents).to(target.device)
         found[str(width)] = milliseconds(
-            target, lambda p=positions, s=seen: target.forward(p, p, s, cache, [0]), options.rounds
+            target, lambda p=positions, s=seen: target.forward(TargetInput(p, p, s, cache, [0])), options.rounds
         )
     return found
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import aquiline
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetInput
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 
@@ -60,7 +60,11 @@ def main() -> None:
 
 def _logits(target: Target, tokens: list[int]) -> Tensor:
     cache = target.new_cache(1, len(tokens))
-    return target.forward(torch.tensor([tokens]), torch.arange(len(tokens))[None], None, cache, [0]).logits[0].float()
+    return (
+        target.forward(TargetInput(torch.tensor([tokens]), torch.arange(len(tokens))[None], None, cache, [0]))
+        .logits[0]
+        .float()
+    )
 
 
 def _compare(target: Target, texts: list[tuple[list[int], list[int]]], expected: list[Tensor]) -> dict[str, Any]:

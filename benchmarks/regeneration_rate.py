@@ -22,7 +22,7 @@ from torch import Tensor
 
 import aquiline
 from aquiline.cache import commit
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetInput
 
 RESULT = Path(__file__).parent / "results" / "regeneration-rate.json"
 
@@ -78,7 +78,7 @@ def bare_forwards(target: Target, tokens: Tensor, new_tokens: int) -> None:
         width = tokens.shape[1]
         positions = (length + torch.arange(width))[None].expand(len(rows), -1)
         last = torch.full((len(rows), 1), width - 1)
-        logits = target.forward(tokens, positions, None, cache, rows, logits_at=last).logits
+        logits = target.forward(TargetInput(tokens, positions, None, cache, rows, logits_at=last)).logits
         commit(cache, torch.arange(width)[None].expand(len(rows), -1), rows)
         length += width
         tokens = logits[:, -1].argmax(-1, keepdim=True)

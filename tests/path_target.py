@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aquiline.cache import KVCache, new_cache
 from aquiline.targets.attention import place
-from aquiline.targets.target import Feature, TargetOutput, TargetShape
+from aquiline.targets.target import TargetInput, TargetOutput, TargetShape
 
 _PRIME = 2**31 - 1
 _WEIGHTS = np.random.default_rng(1).integers(1, _PRIME, 4096)
@@ -64,16 +64,9 @@ class PathTarget:
         """(V,) logits after `tokens`."""
         return self._table[fingerprint(tokens) % len(self._table)]
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        ancestors: Tensor | None,
-        cache: KVCache,
-        rows: Sequence[int],
-        features: Sequence[Feature] = (),
-        logits_at: Tensor | None = None,
-    ) -> TargetOutput:
+    def forward(self, inputs: TargetInput) -> TargetOutput:
+        tokens, positions, ancestors, cache = inputs.tokens, inputs.positions, inputs.ancestors, inputs.cache
+        rows, features, logits_at = inputs.rows, inputs.features, inputs.logits_at
         batch, width = tokens.shape
         self.widths.append((batch, width))
         self.furthest = max(self.furthest, int(positions.max()))

@@ -19,7 +19,7 @@ from aquiline.drafters.drafter import Committed, Drafter, Drafting, Rows
 from aquiline.drafters.requested import propose_as_asked
 from aquiline.sampling import TokenChooser
 from aquiline.stats import GenerationStats
-from aquiline.targets.target import Feature, Target, TargetOutput
+from aquiline.targets.target import Feature, Target, TargetInput, TargetOutput
 from aquiline.tree import DraftTree
 from aquiline.verify import Acceptance, Ends, LossyRule, Walk, accept, accept_lossy, accept_sampled, endless, walk
 
@@ -178,7 +178,7 @@ def _forward_chunk(
     at = torch.full((1, 1), width - 1, device=device) if last else torch.empty(1, 0, dtype=torch.int64, device=device)
     ids = torch.tensor([list(tokens)], device=device)
     positions = torch.arange(start, start + width, device=device)[None]
-    out = target.forward(ids, positions, None, state.cache, [slot], features, at)
+    out = target.forward(TargetInput(ids, positions, None, state.cache, [slot], features, at))
     commit(state.cache, torch.arange(width)[None], [slot])
     return out
 
@@ -273,10 +273,10 @@ def _forward_tree(
     if trees.is_chain(tree):
         positions = (lengths + torch.arange(tree.size)).clamp(max=last)
         tokens, positions = trees.to_device(target.device, tree.tokens, positions)
-        return target.forward(tokens, positions, None, cache, slots, features)
+        return target.forward(TargetInput(tokens, positions, None, cache, slots, features))
     positions, ancestors = (lengths + trees.depths(tree.parents)).clamp(max=last), trees.ancestors(tree.parents)
     tokens, positions, ancestors = trees.to_device(target.device, tree.tokens, positions, ancestors)
-    return target.forward(tokens, positions, ancestors, cache, slots, features)
+    return target.forward(TargetInput(tokens, positions, ancestors, cache, slots, features))
 
 
 def _accept(tree: DraftTree, logits: Tensor, rows: Rows, ends: Sequence[Ends], lossy: LossyRule | None) -> Acceptance:

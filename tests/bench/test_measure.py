@@ -15,6 +15,7 @@ from aquiline.bench.records import Record, record_from_json, record_json
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.request import Engine, Request
 from aquiline.sampling import SamplingParams
+from aquiline.targets.target import TargetInput, TargetOutput
 from tests.bench.scripted import ScriptedDrafter, path_bed
 from tests.knowing_drafter import KnowingDrafter, known_from
 
@@ -172,9 +173,9 @@ def test_methods_that_part_from_one_text_share_its_forwards(bed: Bed, monkeypatc
     lengths = []
     forward = type(bed.target).forward
 
-    def counting(self: Any, ids: Any, *rest: Any) -> Any:
-        lengths.append(ids.shape[1])
-        return forward(self, ids, *rest)
+    def counting(self: Any, inputs: TargetInput) -> TargetOutput:
+        lengths.append(inputs.tokens.shape[1])
+        return forward(self, inputs)
 
     monkeypatch.setattr(type(bed.target), "forward", counting)
     together = find_divergences(bed.target, records, plain, case(12, rows=2).prompts)

@@ -11,6 +11,7 @@ from aquiline.drafters.drafter import Committed
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
+from aquiline.targets.target import TargetInput
 from aquiline.verify import LossyRule
 from tests import tiny
 from tests.drafters.loop import Validating, assert_equal_to_plain, rows_of, run, tiny_target
@@ -109,7 +110,7 @@ def test_new_ngrams_are_the_targets_own_words(target):
         for j, column in enumerate(window):
             path = text + [tokens[0] for tokens in window[: j + 1]] + column[1:]
             out = target.forward(
-                torch.tensor([path]), torch.arange(len(path))[None], None, target.new_cache(1, 64), [0]
+                TargetInput(torch.tensor([path]), torch.arange(len(path))[None], None, target.new_cache(1, 64), [0])
             )
             expected.append([*column[1:], int(out.logits[0, -1].argmax())])
         del expected[: len(emitted) - 1]  # overtaken

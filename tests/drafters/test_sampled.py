@@ -16,6 +16,7 @@ from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
+from aquiline.targets.target import TargetInput
 from tests import tiny
 from tests.drafters.loop import Validating, noisy, run, tiny_target
 
@@ -181,7 +182,7 @@ def _next(target, chooser, text):
     if key not in _known:
         ids = torch.tensor([text])
         cache = target.new_cache(1, len(text))
-        out = target.forward(ids, torch.arange(len(text))[None], None, cache, [0])
+        out = target.forward(TargetInput(ids, torch.arange(len(text))[None], None, cache, [0]))
         _known[key] = chooser.probabilities(out.logits[0, -1], text)
     return _known[key]
 

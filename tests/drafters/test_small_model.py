@@ -13,6 +13,7 @@ from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
+from aquiline.targets.target import TargetInput
 from tests import tiny
 from tests.drafters.loop import Validating, assert_equal_to_plain, noisy, run, tiny_target
 
@@ -56,7 +57,7 @@ def test_its_cache_equals_feeding_the_text(target):
         length = int(state.drafter_state.cache.lengths[row])
         assert len(text) - 5 <= length < len(text)
         cache = small.new_cache(1, 64)
-        small.forward(torch.tensor([text[:length]]), torch.arange(length)[None], None, cache, [0])
+        small.forward(TargetInput(torch.tensor([text[:length]]), torch.arange(length)[None], None, cache, [0]))
         kept = state.drafter_state.cache.key_block[:, row, :, :length]
         torch.testing.assert_close(kept, cache.key_block[:, 0, :, :length])
 

@@ -14,6 +14,7 @@ from aquiline.native.packing import Memory
 from aquiline.native.stack import readout
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.native import native
+from aquiline.targets.target import TargetInput
 from tests.native.test_codes import random_codes
 from tests.targets.test_native import ancestors_of, assert_close, chain, fill, random_decoder
 
@@ -54,19 +55,23 @@ def test_each_build_is_close_to_the_reference_and_exact_for_trees(
     tokens, _ = chain([70, 9], len(depth))
     positions = torch.tensor([70, 9])[:, None] + depth
     cache = fill(copy, [70, 9])
-    out = copy.forward(tokens, positions, seen.expand(2, -1, -1), cache, [0, 1], (1, "final"))
+    out = copy.forward(TargetInput(tokens, positions, seen.expand(2, -1, -1), cache, [0, 1], (1, "final")))
     if dtype == torch.float32:
         caches = fill(reference, [70, 9])
-        assert_close(out, reference.forward(tokens, positions, seen.expand(2, -1, -1), caches, [0, 1], (1, "final")))
+        assert_close(
+            out, reference.forward(TargetInput(tokens, positions, seen.expand(2, -1, -1), caches, [0, 1], (1, "final")))
+        )
     else:
         exact = Decoder(reference.config).requires_grad_(False)
         exact.load_state_dict(reference.state_dict())
         calls = (tokens, positions, seen.expand(2, -1, -1))
-        truth = exact.forward(*calls, fill(exact, [70, 9]), [0, 1]).logits
-        noise = (reference.forward(*calls, fill(reference, [70, 9]), [0, 1]).logits - truth).square().mean()
+        truth = exact.forward(TargetInput(*calls, fill(exact, [70, 9]), [0, 1])).logits
+        noise = (
+            (reference.forward(TargetInput(*calls, fill(reference, [70, 9]), [0, 1])).logits - truth).square().mean()
+        )
         assert (out.logits - truth).square().mean() <= noise
     for node in [0, 2, 5, 6, 7, 10]:
-        alone = copy.forward(tokens[:1, node : node + 1], positions[:1, node : node + 1], None, cache, [0])
+        alone = copy.forward(TargetInput(tokens[:1, node : node + 1], positions[:1, node : node + 1], None, cache, [0]))
         assert torch.equal(alone.logits[0, 0], out.logits[0, node])
         commit(cache, torch.tensor([[0]]), [0])
 

@@ -26,6 +26,7 @@ from aquiline.engine.request import GenerationOutput, Request, StreamEvent
 from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from aquiline.serve.scheduler import Delivery, Job, Scheduler
+from aquiline.targets.target import TargetInput, TargetOutput
 from tests import tiny
 from tests.serve.serving import Running, loaded, path_model, serving
 from tests.tiny_tokenizers import every_byte
@@ -286,10 +287,10 @@ def test_memory_that_runs_out_refuses_the_newest(scheduler: Any, monkeypatch: py
     good = requests(2, 3)
     forward = model.target.forward
 
-    def limited(tokens: Tensor, *args: Any) -> Any:
-        if tokens.shape[1] >= 200:
+    def limited(inputs: TargetInput) -> TargetOutput:
+        if inputs.tokens.shape[1] >= 200:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
-        return forward(tokens, *args)
+        return forward(inputs)
 
     monkeypatch.setattr(model.target, "forward", limited)
     clients = [Client(worker, request).send() for request in good]
@@ -307,10 +308,10 @@ def test_memory_that_runs_out_in_a_step_refuses_the_newest_too(monkeypatch: pyte
         batch.submit(emission)
     forward, widest = model.target.forward, 2
 
-    def limited(tokens: Tensor, *args: Any) -> Any:
-        if tokens.shape[0] > widest:
+    def limited(inputs: TargetInput) -> TargetOutput:
+        if inputs.tokens.shape[0] > widest:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return forward(tokens, *args)
+        return forward(inputs)
 
     monkeypatch.setattr(model.target, "forward", limited)
     events = []

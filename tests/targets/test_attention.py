@@ -13,6 +13,7 @@ from aquiline.cache import commit
 from aquiline.drafters.eagle_network import forward_network, head_on, join_network, new_draft_cache
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.rope import RotaryTable
+from aquiline.targets.target import TargetInput
 from aquiline.tree import ancestors, depths
 from tests import tiny
 from tests.pretend_device import DEVICE, pretended_device
@@ -31,11 +32,11 @@ def tree_logits(target: Decoder, rows: Sequence[int], lengths: Sequence[int]) ->
     cache = target.new_cache(4, 64)
     for row, length in zip(rows, lengths, strict=True):
         ids = torch.arange(3 + row, 3 + row + length)[None]
-        target.forward(ids, torch.arange(length)[None], None, cache, [row])
+        target.forward(TargetInput(ids, torch.arange(length)[None], None, cache, [row]))
         commit(cache, torch.arange(length)[None], [row])
     tokens = torch.arange(12).view(2, 6) + 40
     positions = torch.tensor(lengths)[:, None] + depths(PARENTS)
-    return target.forward(tokens, positions, ancestors(PARENTS), cache, rows, (2, "final")).logits
+    return target.forward(TargetInput(tokens, positions, ancestors(PARENTS), cache, rows, (2, "final"))).logits
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -86,7 +87,7 @@ def test_a_layer_takes_few_kernels(family: str, width: int, limit: int) -> None:
         for layers in (7, 1):
             target.layers = target.layers[:layers]
             counts.clear()
-            target.forward(ids, ids, seen, cache, [0])
+            target.forward(TargetInput(ids, ids, seen, cache, [0]))
             totals.append(counts.kernels.total())
         assert (totals[0] - totals[1]) / 6 <= limit
         assert head_on(tiny.head("eagle3", dtype=torch.float32), DEVICE).network.fc.weight.device == DEVICE
@@ -98,6 +99,6 @@ def test_a_forward_is_one_graph(fused: bool) -> None:
     tokens = torch.arange(6)[None]
     with torch.no_grad():
         found = torch._dynamo.explain(target.forward)(
-            tokens, depths(PARENTS[:1]), ancestors(PARENTS[:1]), target.new_cache(1, 64), [0]
+            TargetInput(tokens, depths(PARENTS[:1]), ancestors(PARENTS[:1]), target.new_cache(1, 64), [0])
         )
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons

@@ -16,6 +16,7 @@ from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import FAMILIES, FAMILY_DEFAULTS, Decoder, DecoderConfig, config_from_hf, load_state
 from aquiline.targets.hf import target_from_hf
 from aquiline.targets.loading import load_target, target_shape
+from aquiline.targets.target import TargetInput
 from tests import tiny
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
@@ -94,7 +95,7 @@ def test_settings_mean_what_they_mean_in_transformers(family: str, case: str) ->
     ids = torch.arange(40)[None]
     with torch.no_grad():
         expected = model(ids).logits
-        found = own(ids, ids.clone(), None, own.new_cache(1, 40), [0]).logits
+        found = own(TargetInput(ids, ids.clone(), None, own.new_cache(1, 40), [0])).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -138,7 +139,7 @@ def test_a_prompt_beyond_the_length_in_training_generates_as_transformers_does()
     assert target.shape.max_positions == 256
     ids = torch.arange(200)[None] % tiny.VOCAB
     with torch.no_grad():
-        found = target.forward(ids, torch.arange(200)[None], None, target.new_cache(1, 200), [0]).logits
+        found = target.forward(TargetInput(ids, torch.arange(200)[None], None, target.new_cache(1, 200), [0])).logits
         torch.testing.assert_close(found, model(ids).logits, atol=1e-5, rtol=1e-4)
 
 
@@ -171,7 +172,7 @@ def test_an_lm_head_in_the_file_is_used_whatever_the_config_says(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        found = target.forward(ids, ids.clone(), None, target.new_cache(1, 12), [0]).logits
+        found = target.forward(TargetInput(ids, ids.clone(), None, target.new_cache(1, 12), [0])).logits
         torch.testing.assert_close(found, theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aquiline.cache import commit
+from aquiline.targets.target import TargetInput
 from aquiline.tree import ancestors, depths, from_lists
 from tests import tiny
 
@@ -24,13 +25,13 @@ def test_logits_at_a_node_are_those_of_a_forward_along_its_path(family: str) -> 
     tree = from_lists([(tokens, parents)])
     cache = target.new_cache(1, 64)
     with torch.inference_mode():
-        target.forward(torch.tensor([PROMPT]), torch.arange(3)[None], None, cache, [0])
+        target.forward(TargetInput(torch.tensor([PROMPT]), torch.arange(3)[None], None, cache, [0]))
         commit(cache, torch.arange(3)[None], [0])
         positions = 3 + depths(tree.parents)
-        found = target.forward(tree.tokens, positions, ancestors(tree.parents), cache, [0]).logits[0]
+        found = target.forward(TargetInput(tree.tokens, positions, ancestors(tree.parents), cache, [0])).logits[0]
         for branch, path in enumerate(branches):
             text = torch.tensor([[*PROMPT, 4, *path]])
             fresh = target.new_cache(1, 64)
-            plain = target.forward(text, torch.arange(text.shape[1])[None], None, fresh, [0]).logits[0]
+            plain = target.forward(TargetInput(text, torch.arange(text.shape[1])[None], None, fresh, [0])).logits[0]
             for level in range(DEPTH):
                 torch.testing.assert_close(found[1 + 2 * level + branch], plain[4 + level], rtol=1e-9, atol=1e-9)

@@ -16,6 +16,7 @@ from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import DynamicTree
 from aquiline.targets.hf import HFTarget
+from aquiline.targets.target import TargetInput
 from aquiline.tree import DraftTree
 from tests import tiny
 from tests.drafters.loop import run
@@ -53,7 +54,7 @@ def feed(target: HFTarget, cache: Any, row: int, tokens: Tensor, chunk: int) -> 
     for start in range(0, len(tokens), chunk):
         piece = tokens[None, start : start + chunk]
         positions = torch.arange(start, start + piece.shape[1])[None]
-        out = target.forward(piece, positions, None, cache, [row], logits_at=nothing)
+        out = target.forward(TargetInput(piece, positions, None, cache, [row], logits_at=nothing))
         assert out.logits.shape == (1, 0, VOCAB) and out.logits.dtype == torch.float32
         commit(cache, torch.arange(piece.shape[1])[None], [row])
 
@@ -92,7 +93,7 @@ def test_ragged_trees_and_commits_equal_plain_forwards(model: Any, target: HFTar
     positions = torch.tensor(LENGTHS)[:, None] + trees.depths(parents)
     features = (3, "final", 0)
     for _ in range(2):  # Repeating a forward changes nothing.
-        out = target.forward(tokens, positions, trees.ancestors(parents), cache, rows, features)
+        out = target.forward(TargetInput(tokens, positions, trees.ancestors(parents), cache, rows, features))
     assert out.features is not None and out.logits.dtype == torch.float32
     for i, text in enumerate(texts):
         for path in map(path_to, LEAVES):
@@ -106,7 +107,7 @@ def test_ragged_trees_and_commits_equal_plain_forwards(model: Any, target: HFTar
     following = random_tokens(3, 3, seed=11)
     last = torch.full((3, 1), 2)
     positions = cache.lengths[rows][:, None] + torch.arange(3)
-    after = target.forward(following, positions, None, cache, rows, logits_at=last)
+    after = target.forward(TargetInput(following, positions, None, cache, rows, logits_at=last))
     for i, text in enumerate(texts):
         expected = plain(model, torch.cat((text, tokens[i, accepted[i]], following[i])))
         assert close(after.logits[i, 0], expected.logits[0, -1])
@@ -206,7 +207,7 @@ def test_half_precision() -> None:
     """bfloat16 passes the probe and returns float32 logits."""
     target = HFTarget(hf_models.build("gemma3", torch.bfloat16))
     cache = target.new_cache(1, 8)
-    out = target.forward(random_tokens(1, 4), torch.arange(4)[None], None, cache, [0], ("final", 2))
+    out = target.forward(TargetInput(random_tokens(1, 4), torch.arange(4)[None], None, cache, [0], ("final", 2)))
     assert target.dtype == torch.bfloat16 and cache.key_block.dtype == torch.bfloat16
     assert out.logits.dtype == torch.float32 and out.features is not None
     assert out.features.dtype == torch.bfloat16 and out.features.shape == (1, 4, 96)
@@ -231,4 +232,4 @@ def test_frequencies_that_change_with_the_length_limit_the_context() -> None:
     expected = plain(model, tokens[0]).logits
     positions = torch.arange(32)[None]
     positions[:, -1] = 40  # A node beyond the context must not change what the others see.
-    assert close(target.forward(tokens, positions, None, cache, [0]).logits[:, :-1], expected[:, :-1])
+    assert close(target.forward(TargetInput(tokens, positions, None, cache, [0])).logits[:, :-1], expected[:, :-1])

@@ -13,6 +13,7 @@ from torch import nn
 
 from aquiline.targets.hf import HFTarget, target_from_hf
 from aquiline.targets.hf_checks import position_limit
+from aquiline.targets.target import TargetInput
 from tests import tiny
 from tests.drafters.loop import run
 from tests.targets import hf_models
@@ -141,7 +142,7 @@ def test_unknown_features_are_refused() -> None:
     tokens, positions, cache = torch.ones(1, 2, dtype=torch.int64), torch.arange(2)[None], target.new_cache(1, 8)
     for feature, message in ((8, "unknown target feature 8"), (7, "before the final norm.*take 6 or")):
         with pytest.raises(ValueError, match=message):
-            target.forward(tokens, positions, None, cache, [0], (feature,))
+            target.forward(TargetInput(tokens, positions, None, cache, [0], (feature,)))
 
 
 def test_a_context_that_cannot_fit_is_refused() -> None:

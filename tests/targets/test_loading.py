@@ -20,7 +20,7 @@ from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.hf import HFTarget, target_from_hf
 from aquiline.targets.loading import load_target, target_shape
-from aquiline.targets.target import TargetShape
+from aquiline.targets.target import TargetInput, TargetShape
 from tests import tiny
 from tests.drafters.loop import run
 from tests.targets import hf_models
@@ -232,7 +232,7 @@ def test_the_adapter_and_our_decoder_agree_on_smollm2(smollm2_folder: Path) -> N
     tokens = torch.tensor([[1, 4093, 198, 3725, 314, 260, 3575, 282, 4649, 47]])
     positions = torch.arange(tokens.shape[1])[None]
     found, expected = (
-        target.forward(tokens, positions, None, target.new_cache(1, 16), [0], (2, 15, "final"))
+        target.forward(TargetInput(tokens, positions, None, target.new_cache(1, 16), [0], (2, 15, "final")))
         for target in (adapter, own)
     )
     assert found.features is not None and expected.features is not None

@@ -20,7 +20,7 @@ from aquiline.targets.decoder import Decoder, DecoderConfig
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.native import NativeDecoder, native
 from aquiline.targets.rope import RopeConfig
-from aquiline.targets.target import Target, TargetOutput
+from aquiline.targets.target import Target, TargetInput, TargetOutput
 from tests.tiny import FAMILIES, VOCAB, decoder
 
 TOLERANCE = 1e-5
@@ -68,7 +68,7 @@ def fill(target: Target, lengths: list[int], seed: int = 0, rows: list[int] | No
         if length:
             tokens = torch.randint(0, VOCAB, (1, length), generator=generator)
             nothing = torch.empty(1, 0, dtype=torch.int64)
-            target.forward(tokens, torch.arange(length)[None], None, cache, [row], logits_at=nothing)
+            target.forward(TargetInput(tokens, torch.arange(length)[None], None, cache, [row], logits_at=nothing))
             commit(cache, torch.arange(length)[None], [row])
     return cache
 
@@ -130,8 +130,8 @@ def test_native_equals_the_reference_in_every_family(family: str) -> None:
             call = (tokens, positions, None)
             features = (0, 2, 7, "final")
             # The tiny models' streams grow to tens: their float32 noise is several times 1e-5.
-            expected = reference.forward(*call, theirs, rows, features)
-            assert_close(copy.forward(*call, ours, rows, features), expected, 10 * TOLERANCE)
+            expected = reference.forward(TargetInput(*call, theirs, rows, features))
+            assert_close(copy.forward(TargetInput(*call, ours, rows, features)), expected, 10 * TOLERANCE)
 
 
 SHAPES: list[tuple[tuple[int, int], int, int, int, dict[str, Any]]] = [
@@ -162,7 +162,10 @@ def test_every_size_and_switch(shape: Any) -> None:
         mask = seen.expand(3, -1, -1)
         call = (tokens, positions, mask)
         features = (0, 1, 3, "final")
-        assert_close(copy.forward(*call, ours, rows, features), reference.forward(*call, theirs, rows, features))
+        assert_close(
+            copy.forward(TargetInput(*call, ours, rows, features)),
+            reference.forward(TargetInput(*call, theirs, rows, features)),
+        )
 
 
 def test_long_contexts() -> None:
@@ -171,7 +174,8 @@ def test_long_contexts() -> None:
     ours, theirs = fill(copy, [1100]), fill(reference, [1100])
     tokens, positions = chain([1100], 9)
     assert_close(
-        copy.forward(tokens, positions, None, ours, [0]), reference.forward(tokens, positions, None, theirs, [0])
+        copy.forward(TargetInput(tokens, positions, None, ours, [0])),
+        reference.forward(TargetInput(tokens, positions, None, theirs, [0])),
     )
 
 
@@ -181,8 +185,8 @@ def test_a_node_may_see_later_nodes() -> None:
     ours, theirs = fill(copy, [60]), fill(reference, [60])
     tokens, positions = chain([60], 8)
     everyone = torch.ones(1, 8, 8, dtype=torch.bool)
-    expected = reference.forward(tokens, positions, everyone, theirs, [0])
-    assert_close(copy.forward(tokens, positions, everyone, ours, [0]), expected, 10 * TOLERANCE)
+    expected = reference.forward(TargetInput(tokens, positions, everyone, theirs, [0]))
+    assert_close(copy.forward(TargetInput(tokens, positions, everyone, ours, [0])), expected, 10 * TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
@@ -193,7 +197,7 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference(family: str) -> 
     lengths = [30, 12]
     tokens, positions = chain(lengths, 8)
     outputs = [
-        target.forward(tokens, positions, None, fill(target, lengths), [0, 1]).logits
+        target.forward(TargetInput(tokens, positions, None, fill(target, lengths), [0, 1])).logits
         for target in (copy_of(reference), reference, exact)
     ]
     error, noise = ((o - outputs[2]).square().mean().sqrt() for o in outputs[:2])
@@ -214,7 +218,11 @@ def test_integer_weights_compute_what_they_dequantise_to(form: WeightFormat, sha
     ours, theirs = fill(copy, [40, 9]), fill(reference, [40, 9])
     features = (0, 1, 3, "final")
     # Activations have sixteen bits.
-    assert_close(copy.forward(*call, ours, [0, 1], features), reference.forward(*call, theirs, [0, 1], features), 5e-4)
+    assert_close(
+        copy.forward(TargetInput(*call, ours, [0, 1], features)),
+        reference.forward(TargetInput(*call, theirs, [0, 1], features)),
+        5e-4,
+    )
 
 
 # -- the same bits -----------------------------------------------------------------------------
@@ -266,7 +274,7 @@ def test_bits_do_not_depend_on_what_else_is_forwarded(
         for start in range(0, tokens.shape[1], size):
             piece = tokens[:, start : start + size]
             positions = int(cache.lengths[row]) + torch.arange(piece.shape[1])[None]
-            logits.append(target.forward(piece, positions, None, cache, [row], ("final",)).logits[0])
+            logits.append(target.forward(TargetInput(piece, positions, None, cache, [row], ("final",))).logits[0])
             commit(cache, torch.arange(piece.shape[1])[None], [row])
         return logits
 
@@ -280,7 +288,7 @@ def test_bits_do_not_depend_on_what_else_is_forwarded(
         rows = [1, 0, 2][: 1 + len(others)]
         positions = together.lengths[rows][:, None] + depth
         mask = seen.expand(len(rows), -1, -1)
-        logits = target.forward(nodes, positions, mask, together, rows).logits[0]
+        logits = target.forward(TargetInput(nodes, positions, mask, together, rows)).logits[0]
     if context:
         assert torch.equal(torch.cat(chunked), torch.cat(one_by_one))
         assert torch.equal(together.key_block[:, 1, :, :context], alone.key_block[:, 0, :, :context])
@@ -296,13 +304,15 @@ def test_committed_paths_continue_with_the_same_bits() -> None:
     seen, depth = ancestors_of(parents)
     tokens, _ = chain([50], len(parents))
     tree, plain = fill(target, [50]), fill(target, [50])
-    target.forward(tokens, 50 + depth[None], seen[None], tree, [0])
+    target.forward(TargetInput(tokens, 50 + depth[None], seen[None], tree, [0]))
     path = [0, 2, 4, 6, 8]
     commit(tree, torch.tensor([path]), [0])
     for i, node in enumerate(path):
-        target.forward(tokens[:, node : node + 1], torch.tensor([[50 + i]]), None, plain, [0])
+        target.forward(TargetInput(tokens[:, node : node + 1], torch.tensor([[50 + i]]), None, plain, [0]))
         commit(plain, torch.tensor([[0]]), [0])
-    outputs = [target.forward(tokens[:, :1], torch.tensor([[55]]), None, c, [0]).logits for c in (tree, plain)]
+    outputs = [
+        target.forward(TargetInput(tokens[:, :1], torch.tensor([[55]]), None, c, [0])).logits for c in (tree, plain)
+    ]
     assert torch.equal(*outputs)
     assert torch.equal(tree.value_block[..., :55, :], plain.value_block[..., :55, :])
 
@@ -311,7 +321,7 @@ def test_final_features_project_to_the_same_logits() -> None:
     for name in BIT_MODELS:
         target = bit_model(name)
         tokens, positions = chain([6], 5)
-        out = target.forward(tokens, positions, None, fill(target, [6]), [0], ("final",))
+        out = target.forward(TargetInput(tokens, positions, None, fill(target, [6]), [0], ("final",)))
         assert out.features is not None
         if target.form:
             continue  # reads the float32 rows that the features are rounded from
@@ -323,10 +333,13 @@ def test_two_callers_at_once_get_the_same_bits() -> None:
     target = bit_model("grouped")
     tokens, positions = chain([90], 20)
     caches = [fill(target, [90]) for _ in range(4)]
-    expected = target.forward(tokens, positions, None, caches[0], [0]).logits
+    expected = target.forward(TargetInput(tokens, positions, None, caches[0], [0])).logits
 
     def call(cache: KVCache) -> bool:
-        return all(torch.equal(target.forward(tokens, positions, None, cache, [0]).logits, expected) for _ in range(20))
+        return all(
+            torch.equal(target.forward(TargetInput(tokens, positions, None, cache, [0])).logits, expected)
+            for _ in range(20)
+        )
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(call, caches))
@@ -340,17 +353,17 @@ def test_a_forward_is_idempotent_and_writes_no_other_slot() -> None:
     cache = fill(copy, [12, 7, 4])
     before = cache.key_block.clone()
     tokens, positions = chain([7, 4], 5)
-    first = copy.forward(tokens, positions, None, cache, [1, 2], (2,))
+    first = copy.forward(TargetInput(tokens, positions, None, cache, [1, 2], (2,)))
     kept, features = first.logits.clone(), first.features
     assert features is not None
     features = features.clone()
-    assert torch.equal(copy.forward(tokens, positions, None, cache, [1, 2]).logits, kept)
+    assert torch.equal(copy.forward(TargetInput(tokens, positions, None, cache, [1, 2])).logits, kept)
     assert cache.lengths.tolist() == [12, 7, 4]
     changed = (cache.key_block != before).any(-1).any(2).any(0)
     expected = torch.zeros_like(changed)
     expected[1, 7:12] = expected[2, 4:9] = True
     assert torch.equal(changed, expected)
-    copy.forward((tokens + 1) % VOCAB, positions, None, cache, [1, 2], (2,))
+    copy.forward(TargetInput((tokens + 1) % VOCAB, positions, None, cache, [1, 2], (2,)))
     assert torch.equal(first.logits, kept)
     assert first.features is not None and torch.equal(first.features, features)
 
@@ -359,11 +372,13 @@ def test_logits_at_picks_positions() -> None:
     copy = copy_of(decoder("llama", torch.float32))
     cache = fill(copy, [6, 9])
     tokens, positions = chain([6, 9], 5)
-    every = copy.forward(tokens, positions, None, cache, [0, 1]).logits
+    every = copy.forward(TargetInput(tokens, positions, None, cache, [0, 1])).logits
     at = torch.tensor([[4, 0, 0, 1, 2, 3], [1, 1, 4, 0, 3, 2]])
-    some = copy.forward(tokens, positions, None, cache, [0, 1], logits_at=at).logits
+    some = copy.forward(TargetInput(tokens, positions, None, cache, [0, 1], logits_at=at)).logits
     assert torch.equal(some, torch.stack((every[0, at[0]], every[1, at[1]])))
-    none = copy.forward(tokens, positions, None, cache, [0, 1], logits_at=torch.empty(2, 0, dtype=torch.int64))
+    none = copy.forward(
+        TargetInput(tokens, positions, None, cache, [0, 1], logits_at=torch.empty(2, 0, dtype=torch.int64))
+    )
     assert none.logits.shape == (2, 0, VOCAB)
 
 
@@ -372,8 +387,10 @@ def test_strided_inputs_are_taken() -> None:
     cache = fill(copy, [6])
     tokens, _ = chain([6], 10)
     seen, depth = ancestors_of([-1, 0, 0, 1, 1])
-    plain = copy.forward(tokens[:, ::2].contiguous(), 6 + depth[None], seen[None], cache, [0]).logits
-    strided = copy.forward(tokens[:, ::2], (6 + depth[None]).T.contiguous().T, seen.T.contiguous().T[None], cache, [0])
+    plain = copy.forward(TargetInput(tokens[:, ::2].contiguous(), 6 + depth[None], seen[None], cache, [0])).logits
+    strided = copy.forward(
+        TargetInput(tokens[:, ::2], (6 + depth[None]).T.contiguous().T, seen.T.contiguous().T[None], cache, [0])
+    )
     assert torch.equal(strided.logits, plain)
 
 
@@ -412,18 +429,18 @@ def test_foreign_caches_and_full_contexts_are_errors() -> None:
     tokens, positions = chain([0], 2)
     other = copy_of(decoder("llama", torch.bfloat16)).new_cache(1, 8)
     with pytest.raises(ValueError, match=r"key block.*bfloat16.*new_cache"):
-        copy.forward(tokens, positions, None, other, [0])
+        copy.forward(TargetInput(tokens, positions, None, other, [0]))
     strided = copy.new_cache(1, 64)
     strided.value_block = strided.value_block.transpose(3, 4).contiguous().transpose(3, 4)
     with pytest.raises(ValueError, match=r"value block.*strides"):
-        copy.forward(tokens, positions, None, strided, [0])
+        copy.forward(TargetInput(tokens, positions, None, strided, [0]))
     with pytest.raises(IndexError):
-        copy.forward(tokens, positions, None, copy.new_cache(1, 8), [1])
+        copy.forward(TargetInput(tokens, positions, None, copy.new_cache(1, 8), [1]))
     with pytest.raises(ValueError, match="cache row -1"):
-        copy.forward(tokens, positions, None, copy.new_cache(1, 8), [-1])
+        copy.forward(TargetInput(tokens, positions, None, copy.new_cache(1, 8), [-1]))
     with pytest.raises(ValueError, match="context is 256"):
         tokens, positions = chain([3], 256 + SCRATCH)
-        copy.forward(tokens, positions, None, fill(copy, [3]), [0])
+        copy.forward(TargetInput(tokens, positions, None, fill(copy, [3]), [0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -434,12 +451,12 @@ def test_nan_stays_nan_and_in_its_row(dtype: torch.dtype, dim: int) -> None:
     copy = copy_of(reference)
     cache = copy.new_cache(2, 8)
     tokens = torch.tensor([[1, 2, 3], [1, 5, 3]])
-    out = copy.forward(tokens, torch.arange(3).expand(2, -1), None, cache, [0, 1]).logits
+    out = copy.forward(TargetInput(tokens, torch.arange(3).expand(2, -1), None, cache, [0, 1])).logits
     assert out[0].isfinite().all()
     assert out[1, 1:].isnan().all()
     # The rejected slots hold NaN; a later forward does not see it.
     clean = torch.tensor([[1, 2], [1, 2]])
-    out = copy.forward(clean, torch.arange(2).expand(2, -1), None, cache, [0, 1]).logits
+    out = copy.forward(TargetInput(clean, torch.arange(2).expand(2, -1), None, cache, [0, 1])).logits
     assert torch.equal(out[0], out[1])
 
 

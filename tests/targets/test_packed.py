@@ -11,6 +11,7 @@ from aquiline.drafters.eagle_network import Network, forward_network, new_draft_
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.packed import packed
 from aquiline.targets.rope import RotaryTable
+from aquiline.targets.target import TargetInput
 from tests.targets.test_native import ancestors_of, assert_close, chain, fill
 from tests.tiny import FAMILIES, decoder, head
 
@@ -27,7 +28,7 @@ def test_packed_equals_the_reference(family: str, lengths: list[int]) -> None:
     tokens, _ = chain(lengths, len(depth))
     call = (tokens, positions, seen.expand(len(lengths), -1, -1))
     ours, theirs = (
-        target.forward(*call, cache, rows, (0, 2, "final"))
+        target.forward(TargetInput(*call, cache, rows, (0, 2, "final")))
         for target, cache in zip((copy, reference), caches, strict=True)
     )
     assert_close(ours, theirs, 1e-4)
@@ -39,10 +40,12 @@ def test_bfloat16_stays_within_the_noise_of_the_reference() -> None:
     if copy is None:
         pytest.skip("this processor has no fast bfloat16 kernels")
     tokens, positions = chain([30], 8)
-    ours, theirs = (t.forward(tokens, positions, None, fill(t, [30]), [0]).logits for t in (copy, reference))
+    ours, theirs = (
+        t.forward(TargetInput(tokens, positions, None, fill(t, [30]), [0])).logits for t in (copy, reference)
+    )
     exact = Decoder(reference.config).requires_grad_(False)
     exact.load_state_dict(reference.state_dict())
-    truth = exact.forward(tokens, positions, None, fill(exact, [30]), [0]).logits
+    truth = exact.forward(TargetInput(tokens, positions, None, fill(exact, [30]), [0])).logits
     assert (ours - truth).square().mean() <= 1.5 * (theirs - truth).square().mean()
 
 

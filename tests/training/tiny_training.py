@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aquiline.targets.target import TargetInput
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.settings import TrainSettings
 from tests.tiny import VOCAB, decoder, hf_model
@@ -34,7 +35,9 @@ def greedy_conversation(prompt: list[int], length: int) -> TokenisedConversation
     tokens = list(prompt)
     for _ in range(length):
         cache = target.new_cache(1, len(tokens))
-        out = target.forward(torch.tensor([tokens]), torch.arange(len(tokens))[None], None, cache, [0], (), None)
+        out = target.forward(
+            TargetInput(torch.tensor([tokens]), torch.arange(len(tokens))[None], None, cache, [0], (), None)
+        )
         tokens.append(int(out.logits[0, -1].argmax()))
     mask = np.arange(len(tokens)) >= len(prompt)
     return TokenisedConversation(np.array(tokens, dtype=np.int32), mask, str(prompt), "tiny:0")

@@ -12,7 +12,7 @@ from aquiline.bench.records import Record
 from aquiline.cache import commit
 from aquiline.decode import PREFILL_CHUNK
 from aquiline.engine.text import common_prefix
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetInput
 
 EXACT = (torch.float32, torch.float64)
 """In these dtypes a token that differs from plain decoding's is wrong, whatever its margin."""
@@ -85,7 +85,7 @@ def _forwards(target: Target, pieces: Sequence[Sequence[int]], lengths: Collecti
         ids = torch.tensor([list(piece)], device=target.device)
         positions = torch.arange(start, start + len(piece), device=target.device)[None]
         at = torch.tensor([[len(piece) - 1]], device=target.device)
-        logits = target.forward(ids, positions, None, cache, [0], (), at).logits[0, 0]
+        logits = target.forward(TargetInput(ids, positions, None, cache, [0], (), at)).logits[0, 0]
         if start + len(piece) in lengths:
             found[start + len(piece)] = logits.clone()
         commit(cache, torch.arange(len(piece))[None], [0])

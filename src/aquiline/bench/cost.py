@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from aquiline.cache import commit
-from aquiline.targets.target import Target
+from aquiline.targets.target import Target, TargetInput
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tokens per forward that are timed."""
@@ -37,13 +37,13 @@ def cost_curve(
     prompt = torch.randint(0, vocabulary, (rows, context), generator=generator).to(device)
     none = torch.empty(rows, 0, dtype=torch.int64, device=device)
     positions = torch.arange(context + max(sizes), device=device).expand(rows, -1)
-    target.forward(prompt, positions[:, :context], None, cache, slots, (), none)
+    target.forward(TargetInput(prompt, positions[:, :context], None, cache, slots, (), none))
     commit(cache, torch.arange(context).expand(rows, -1), slots)
     draft = torch.randint(0, vocabulary, (rows, max(sizes)), generator=generator).to(device)
 
     def forward(size: int) -> None:
         # Nothing is committed, so every forward sees the same cache.
-        target.forward(draft[:, :size], positions[:, context : context + size], None, cache, slots)
+        target.forward(TargetInput(draft[:, :size], positions[:, context : context + size], None, cache, slots))
 
     return _interleaved(dict.fromkeys(sizes, forward), repeats, device)
 

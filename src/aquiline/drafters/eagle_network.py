@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from aquiline.cache import KVCache, new_cache
+from aquiline.cache import KVCache
 from aquiline.drafters.coupled import GAMMA
 from aquiline.targets.attention import attention_frame, attention_output, place
-from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm, decoder_layers
+from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm, decoder_layers, stack_cache
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Feature
 
@@ -249,18 +249,8 @@ def join_network(network: Network) -> None:
 
 def new_draft_cache(network: Network, rows: int, capacity: int, max_capacity: int) -> KVCache:
     """Allocates the head's own cache."""
-    layer = network.config.layer
-    weight = network.fc.weight
-    return new_cache(
-        layers=network.config.num_layers,
-        rows=rows,
-        kv_heads=layer.num_kv_heads,
-        key_dim=layer.head_dim,
-        capacity=capacity,
-        max_capacity=max_capacity,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+    config = network.config
+    return stack_cache(config.layer, config.num_layers, rows, capacity, max_capacity, network.fc.weight)
 
 
 def forward_network(

@@ -20,7 +20,7 @@ from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.trees import Chain, to_host
-from aquiline.targets.target import Feature, Target, TargetOutput, TargetShape
+from aquiline.targets.target import Target, TargetInput, TargetOutput, TargetShape
 from aquiline.tree import DraftTree
 
 _CHUNK = 512  # tokens per forward, to bound the memory of a long prompt
@@ -66,25 +66,18 @@ class Padded:
         self.shape = replace(model.shape, vocab_size=vocab_size)
         self.new_cache = model.new_cache
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        ancestors: Tensor | None,
-        cache: KVCache,
-        rows: Sequence[int],
-        features: Sequence[Feature] = (),
-        logits_at: Tensor | None = None,
-    ) -> TargetOutput:
-        known = torch.where(tokens < self.model.shape.vocab_size, tokens, 0)
-        out = self.model.forward(known, positions, ancestors, cache, rows, features, logits_at)
+    def forward(self, inputs: TargetInput) -> TargetOutput:
+        out = self.model.forward(replace(inputs, tokens=self._known(inputs.tokens)))
         return TargetOutput(self._sized(out.logits), out.features)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.embed(torch.where(tokens < self.model.shape.vocab_size, tokens, 0))
+        return self.model.embed(self._known(tokens))
 
     def project(self, hidden: Tensor) -> Tensor:
         return self._sized(self.model.project(hidden))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        return torch.where(tokens < self.model.shape.vocab_size, tokens, 0)
 
     def _sized(self, logits: Tensor) -> Tensor:
         missing = self.shape.vocab_size - logits.shape[-1]
@@ -224,7 +217,7 @@ class SmallModel:
         fed = 0
         while fed < depth - 1 and not ended():
             positions = (first + fed)[:, None].clamp(max=self.model.shape.max_positions - 1)
-            out = self.model.forward(token[:, None], positions, None, state.cache, rows.slots)
+            out = self.model.forward(TargetInput(token[:, None], positions, None, state.cache, rows.slots))
             commit(state.cache, torch.zeros(len(rows.slots), 1, dtype=torch.int64), rows.slots)
             token = choose(out.logits[:, 0])
             fed += 1
@@ -250,7 +243,7 @@ class SmallModel:
         positions = positions.clamp(max=self.model.shape.max_positions - 1)
         last = torch.tensor([[len(piece) - 1] for piece in pieces])
         ids, positions, last = trees.to_device(self.model.device, ids, positions, last)
-        out = self.model.forward(ids, positions, None, state.cache, slots, (), last)
+        out = self.model.forward(TargetInput(ids, positions, None, state.cache, slots, (), last))
         for slot, piece in zip(slots, pieces, strict=True):
             commit(state.cache, torch.arange(len(piece))[None], [slot])
         return out.logits[:, 0]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aquiline.cache import commit
 from aquiline.engine.request import Engine
+from aquiline.targets.target import TargetInput
 
 _CHUNK = 64
 """Prompt tokens per forward: each position has a row of logits over the vocabulary."""
@@ -55,7 +56,7 @@ def prompt_logprobs(
         with engine.lock, torch.inference_mode():
             ids = torch.tensor([list(tokens[start:stop])], device=target.device)
             positions = torch.arange(start, stop, device=target.device)[None]
-            logits = target.forward(ids, positions, None, cache, [0]).logits[0]
+            logits = target.forward(TargetInput(ids, positions, None, cache, [0])).logits[0]
             commit(cache, torch.arange(stop - start)[None], [0])
             scores, alternatives = token_logprobs(logits, tokens[start + 1 : stop + 1], top)
         chosen += scores

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aquiline.cache import KVCache, new_cache
+from aquiline.cache import KVCache
 from aquiline.models.tensors import check_tensors
 from aquiline.targets.attention import attention_frame, attention_output, place
-from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm, decoder_layers
+from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm, decoder_layers, stack_cache
 from aquiline.targets.rope import RotaryTable, max_positions, rope_from_hf
-from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
+from aquiline.targets.target import Feature, TargetInput, TargetOutput, TargetShape, check_features
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type`s of Hugging Face configurations that this decoder supports."""
@@ -186,16 +186,9 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.device
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        layer = self.config.layer
-        return new_cache(
-            layers=self.config.num_layers,
-            rows=rows,
-            kv_heads=layer.num_kv_heads,
-            key_dim=layer.head_dim,
-            capacity=capacity,
-            max_capacity=self.config.max_positions,
-            dtype=self.dtype,
-            device=self.device,
+        config = self.config
+        return stack_cache(
+            config.layer, config.num_layers, rows, capacity, config.max_positions, self.embed_tokens.weight
         )
 
     def rotary(self, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
@@ -218,22 +211,16 @@ class Decoder(nn.Module):
             layer.self_attn.join()
             layer.mlp.join()
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        ancestors: Tensor | None,
-        cache: KVCache,
-        rows: Sequence[int],
-        features: Sequence[Feature] = (),
-        logits_at: Tensor | None = None,
-    ) -> TargetOutput:
+    def forward(self, inputs: TargetInput) -> TargetOutput:
+        cache, features = inputs.cache, inputs.features
         check_features(features, self.config.num_layers)
-        placement = place(cache, rows, tokens.shape[1])
+        placement = place(cache, inputs.rows, inputs.tokens.shape[1])
         layers, group = decoder_layers(self.layers), self.config.layer.num_heads // self.config.layer.num_kv_heads
         fused = self.device.type != "cpu" or layers[0].self_attn.joined is not None
-        frame = attention_frame(cache, placement, positions, ancestors, self._table, self.config.windows, group, fused)
-        hidden = self.embed_tokens(tokens)
+        frame = attention_frame(
+            cache, placement, inputs.positions, inputs.ancestors, self._table, self.config.windows, group, fused
+        )
+        hidden = self.embed_tokens(inputs.tokens)
         taken: dict[Feature, Tensor] = {}
         for i, layer in enumerate(layers):
             if i in features:
@@ -244,7 +231,7 @@ class Decoder(nn.Module):
         taken[self.config.num_layers] = hidden
         taken["final"] = final = self.norm(hidden)
         picked = torch.cat([taken[f] for f in features], dim=-1) if features else None
-        return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
+        return TargetOutput(self.project(gather_positions(final, inputs.logits_at)), picked)
 
     def embed(self, tokens: Tensor) -> Tensor:
         result: Tensor = self.embed_tokens(tokens)

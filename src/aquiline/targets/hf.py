@@ -31,7 +31,7 @@ from aquiline.targets.hf_checks import (
     window_size,
 )
 from aquiline.targets.hf_decoder import PROBE_TOKENS, difference, probe_ids, shared_decoder, tolerance
-from aquiline.targets.target import Feature, Target, TargetOutput, TargetShape, check_features
+from aquiline.targets.target import Target, TargetInput, TargetOutput, TargetShape, check_features
 
 
 class HFTarget:
@@ -139,12 +139,12 @@ class HFTarget:
         cache = self.new_cache(2, PROBE_TOKENS)
         positions = torch.arange(3, device=self.device)[None]
         none = torch.empty(1, 0, dtype=torch.int64, device=self.device)
-        self.forward(ids[None, :3], positions, None, cache, [1], logits_at=none)
-        self.forward(ids[None, :1], positions[:, :1], None, cache, [0], logits_at=none)
+        self.forward(TargetInput(ids[None, :3], positions, None, cache, [1], logits_at=none))
+        self.forward(TargetInput(ids[None, :1], positions[:, :1], None, cache, [0], logits_at=none))
         cache.lengths[:] = torch.tensor([1, 3])
         tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=self.device)
         depths = torch.tensor([[1, 2, 2], [3, 4, 4]], device=self.device)
-        out = self.forward(ids[None, 3:].expand(2, -1), depths, tree.expand(2, -1, -1), cache, [0, 1])
+        out = self.forward(TargetInput(ids[None, 3:].expand(2, -1), depths, tree.expand(2, -1, -1), cache, [0, 1]))
         for row, prefix in enumerate((ids[:1], ids[:3])):
             sequence = torch.cat((prefix, ids[3:4], ids[5:]))[None]
             reference = model(input_ids=sequence, use_cache=False).logits[0, -1].to(self.device)
@@ -180,34 +180,26 @@ class HFTarget:
         )
 
     @torch.no_grad()
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        ancestors: Tensor | None,
-        cache: KVCache,
-        rows: Sequence[int],
-        features: Sequence[Feature] = (),
-        logits_at: Tensor | None = None,
-    ) -> TargetOutput:
+    def forward(self, inputs: TargetInput) -> TargetOutput:
         """Implements `Target.forward`.
 
         Raises:
             ValueError: for an unknown feature, and for boundary n, which transformers does not return.
         """
-        layers = self.shape.num_layers
+        layers, features, cache, positions = self.shape.num_layers, inputs.features, inputs.cache, inputs.positions
         check_features(features, layers)
         if layers in features:
             raise ValueError(
                 f"feature {layers} (before the final norm) is not returned by transformers; "
                 f'take {layers - 1} or "final" (after the norm)'
             )
-        placement = place(cache, rows, tokens.shape[1])
+        placement = place(cache, inputs.rows, inputs.tokens.shape[1])
         if self._clamped:
             # Nodes beyond the context are never accepted, but would change the frequencies of all others.
             positions = positions.clamp(max=self.shape.max_positions - 1)
         boundaries = sorted({f for f in features if isinstance(f, int)})
-        out = self._run(tokens, positions, cache, placement, self._masks(placement, positions, ancestors), boundaries)
+        masks = self._masks(placement, positions, inputs.ancestors)
+        out = self._run(inputs.tokens, positions, cache, placement, masks, boundaries)
         final = out.last_hidden_state.to(self.device)
         if boundaries and (out.hidden_states is None or out.hidden_states[boundaries[0]].shape != final.shape):
             raise ValueError(
@@ -216,10 +208,10 @@ class HFTarget:
             )
         taken = [final if f == "final" else out.hidden_states[f].to(self.device) for f in features]
         picked = torch.cat(taken, dim=-1) if taken else None
-        if logits_at is not None and logits_at.shape[1] == 0:
+        if inputs.logits_at is not None and inputs.logits_at.shape[1] == 0:
             accurate = torch.promote_types(final.dtype, torch.float32)
-            return TargetOutput(final.new_empty(len(rows), 0, self.shape.vocab_size, dtype=accurate), picked)
-        return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
+            return TargetOutput(final.new_empty(len(inputs.rows), 0, self.shape.vocab_size, dtype=accurate), picked)
+        return TargetOutput(self.project(gather_positions(final, inputs.logits_at)), picked)
 
     def _run(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.targets.decoder import FAMILIES, Decoder, config_from_hf
+from aquiline.targets.target import TargetInput
 
 PROBE_TOKENS = 6
 """Tokens of the longest sequence that a probe runs."""
@@ -72,5 +73,5 @@ def _is_stock(model: Any) -> bool:
 def _agrees(decoder: Decoder, model: nn.Module) -> bool:
     ids = probe_ids(decoder.shape.vocab_size, decoder.device)[None]
     positions = torch.arange(PROBE_TOKENS, device=decoder.device)[None]
-    own = decoder(ids, positions, None, decoder.new_cache(1, PROBE_TOKENS), [0]).logits
+    own = decoder(TargetInput(ids, positions, None, decoder.new_cache(1, PROBE_TOKENS), [0])).logits
     return difference(own, model(input_ids=ids, use_cache=False).logits) <= tolerance(decoder.dtype, 0.15)

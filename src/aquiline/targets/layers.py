@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from aquiline.cache import KVCache, new_cache
 from aquiline.targets.rope import RopeConfig, rotate
 
 
@@ -234,6 +235,20 @@ class DecoderLayer(nn.Module):
         hidden = residual + self.self_attn.o_proj(mixed)
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
+
+
+def stack_cache(layer: LayerConfig, layers: int, rows: int, capacity: int, most: int, like: Tensor) -> KVCache:
+    """Allocates an empty cache for `layers` such layers, of at most `most` positions, where and as `like` is stored."""
+    return new_cache(
+        layers=layers,
+        rows=rows,
+        kv_heads=layer.num_kv_heads,
+        key_dim=layer.head_dim,
+        capacity=capacity,
+        max_capacity=most,
+        dtype=like.dtype,
+        device=like.device,
+    )
 
 
 def decoder_layers(modules: nn.ModuleList) -> list[DecoderLayer]:

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from aquiline.cache import KVCache, new_cache
+from aquiline.cache import KVCache
 from aquiline.native.codes import GROUPS, WeightFormat
 from aquiline.native.library import Layer, Library, Stack, find_library
 from aquiline.native.packing import DTYPES, INPUT_PAD, Memory, alternating, padded, padded_heads
 from aquiline.native.stack import FINAL, Angles, Inputs, NativeStack, readout
 from aquiline.targets.decoder import Decoder, DecoderConfig
-from aquiline.targets.layers import Attention, GatedMLP, LayerConfig, RMSNorm, decoder_layers
+from aquiline.targets.layers import Attention, GatedMLP, LayerConfig, RMSNorm, decoder_layers, stack_cache
 from aquiline.targets.rope import RopeConfig, inverse_frequencies
-from aquiline.targets.target import Feature, TargetOutput, TargetShape, check_features
+from aquiline.targets.target import TargetInput, TargetOutput, TargetShape, check_features
 
 
 class NativeDecoder:
@@ -74,40 +74,19 @@ class NativeDecoder:
         return self._stack.describe()
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """See `Target.new_cache`."""
-        layer = self.config.layer
-        return new_cache(
-            layers=self.config.num_layers,
-            rows=rows,
-            kv_heads=layer.num_kv_heads,
-            key_dim=layer.head_dim,
-            capacity=capacity,
-            max_capacity=self.config.max_positions,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        config = self.config
+        return stack_cache(config.layer, config.num_layers, rows, capacity, config.max_positions, self.embedding)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        ancestors: Tensor | None,
-        cache: KVCache,
-        rows: Sequence[int],
-        features: Sequence[Feature] = (),
-        logits_at: Tensor | None = None,
-    ) -> TargetOutput:
-        """See `Target.forward`."""
-        check_features(features, self.config.num_layers)
-        span = reserve(cache, rows, tokens.shape[-1])
-        boundaries = [FINAL if feature == "final" else int(feature) for feature in features]
-        inputs = Inputs(positions, ancestors, rows, tokens)
-        out = self._stack.forward(inputs, cache, self._angles.upto(span), boundaries, logits_at)
+    def forward(self, inputs: TargetInput) -> TargetOutput:
+        check_features(inputs.features, self.config.num_layers)
+        span = reserve(inputs.cache, inputs.rows, inputs.tokens.shape[-1])
+        boundaries = [FINAL if feature == "final" else int(feature) for feature in inputs.features]
+        nodes = Inputs(inputs.positions, inputs.ancestors, inputs.rows, inputs.tokens)
+        out = self._stack.forward(nodes, inputs.cache, self._angles.upto(span), boundaries, inputs.logits_at)
         assert out.logits is not None
         return TargetOutput(out.logits, out.features)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Target.embed`."""
         return nn.functional.embedding(tokens, self.embedding)
 
 

@@ -33,6 +33,30 @@ class TargetShape:
 
 
 @dataclass(frozen=True, eq=False)
+class TargetInput:
+    """T tokens of B rows for one forward.
+
+    Attributes:
+        tokens: (B, T) int64.
+        positions: (B, T) int64 positions in the sequence (tree: length + depth).
+        ancestors: (B, T, T) bool; ``[b, i, j]`` is True if token i attends to token j. None means
+            causal order. Committed positions are visible to all tokens (within the window).
+        cache: holds the rows.
+        rows: B distinct rows of the cache.
+        features: features to return.
+        logits_at: (B, K) int64 indices into T; None means all, K = 0 none.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    ancestors: Tensor | None
+    cache: KVCache
+    rows: Sequence[int]
+    features: Sequence[Feature] = ()
+    logits_at: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class TargetOutput:
     """The result of one forward.
 
@@ -75,30 +99,14 @@ class Target(Protocol):
         """Allocates an empty cache for `rows` rows of `capacity` positions."""
         ...
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        ancestors: Tensor | None,
-        cache: KVCache,
-        rows: Sequence[int],
-        features: Sequence[Feature] = (),
-        logits_at: Tensor | None = None,
-    ) -> TargetOutput:
-        """Runs T tokens of B rows after the committed positions of the cache.
+    def forward(self, inputs: TargetInput) -> TargetOutput:
+        """Runs the tokens after the committed positions of their rows.
 
         Writes keys and values into slots ``lengths[b] … lengths[b] + T - 1`` and does not advance the
         lengths: the call is idempotent, and `aquiline.cache.commit` keeps the accepted nodes.
 
-        Args:
-            tokens: (B, T) int64.
-            positions: (B, T) int64 positions in the sequence (tree: length + depth).
-            ancestors: (B, T, T) bool; ``[b, i, j]`` is True if token i attends to token j. None means
-                causal order. Committed positions are visible to all tokens (within the window).
-            cache: holds the rows.
-            rows: B distinct rows of the cache.
-            features: features to return.
-            logits_at: (B, K) int64 indices into T; None means all, K = 0 none.
+        Raises:
+            ValueError: for a feature that the target does not have.
         """
         ...
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import DecoderLayer, decoder_layers
-from aquiline.targets.target import Feature, Target
+from aquiline.targets.target import Feature, Target, TargetInput
 from aquiline.training.feature_folder import FeatureStore
 from aquiline.training.learners.learner import Example
 from aquiline.training.processes import gathered, largest
@@ -40,7 +40,7 @@ def compute_features(target: Target, tokens: Tensor, features: Sequence[Feature]
     positions = torch.arange(len(tokens), device=tokens.device)[None]
     nothing = torch.zeros(1, 0, dtype=torch.int64, device=tokens.device)
     cache = target.new_cache(1, len(tokens))
-    out = target.forward(tokens[None], positions, None, cache, [0], features, nothing)
+    out = target.forward(TargetInput(tokens[None], positions, None, cache, [0], features, nothing))
     assert out.features is not None
     return out.features[0]
 
