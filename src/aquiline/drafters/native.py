@@ -12,7 +12,7 @@ from aquiline.cache import KVCache
 from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadConfig, Network
 from aquiline.native.chain import NativeChain
 from aquiline.native.codes import WeightFormat
-from aquiline.native.library import EMBEDDED, FUSED, HIDDEN, PAIRED, Layer, Library, find_library
+from aquiline.native.library import FUSED, PAIRED, Layer, Library, find_library
 from aquiline.native.packing import INPUT_PAD, Memory, padded
 from aquiline.native.stack import Inputs, NativeReadout, NativeStack, readout
 from aquiline.targets.layers import RMSNorm, decoder_layers
@@ -52,7 +52,7 @@ class NativeNetwork:
             struct.hidden_norm = self._memory.norm(first.hidden_norm)
             self._read_outs(network)
         else:
-            struct.entry, struct.reads = FUSED, EMBEDDED | HIDDEN
+            struct.entry = FUSED
             struct.fuse = self._memory.matrix(weight, network.fc.bias, columns=_joined(config.hidden_size, 2))
         self._stack = NativeStack(library, struct, self._memory, self.dtype)
 
@@ -118,7 +118,7 @@ class NativeNetwork:
         return stream
 
     def chain(self, embedding: Tensor, project: object, draft_to_target: Tensor | None) -> NativeChain | None:
-        """Makes what drafts whole chains, or None where the kernels do not compute the logits.
+        """Returns a drafter of whole chains, or None if the kernels do not compute the logits.
 
         Args:
             embedding: (V, H) table of the drafted tokens' embeddings.

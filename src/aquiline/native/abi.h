@@ -27,9 +27,6 @@ enum Entry : int32_t {
   PAIRED = 2,  // EAGLE-3: hidden; the first layer reads [norm(embedded), norm(hidden)]
 };
 
-// Parts that EAGLE-1's fusing product reads.
-enum Reads : int32_t { EMBEDDED = 1, HIDDEN = 2 };
-
 struct Stack {
   const Layer* layers;
   const void* embedding;    // vocab × hidden; TOKENS
@@ -41,10 +38,9 @@ struct Stack {
   int32_t num_layers, hidden, heads, kv_heads, dim, rotary_half, inner, vocab;
   int32_t half;  // embedding, cache, features and streams are bfloat16, else float32
   int32_t gelu;
-  int32_t entry, reads;
+  int32_t entry;
   int32_t norm_before_residual;
   float eps, scale;
-  int32_t reserved;
 };
 
 struct Call {
@@ -108,8 +104,8 @@ struct ChainCall {
 };
 
 struct Facts {
-  int32_t lanes, pair_dots, tiles, stack_size, layer_size, call_size, readout_size,
-      readout_call_size, chain_size, chain_call_size;
+  int32_t lanes, pair_dots, tiles;
+  int32_t sizes[7];  // bytes of Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall
 };
 
 }  // namespace aquiline

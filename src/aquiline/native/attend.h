@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "counts.h"
 #include "rows.h"
 
 namespace aquiline {
@@ -121,30 +122,6 @@ void mix_tile(const float* weights, size_t width, const T* values, int dim, int 
     for (int v = 0; v < V; v++) store(mixed + r * mixed_stride + v * LANES, acc[r][v]);
 }
 
-template <class F>
-INLINE void with_count(int count, F&& run) {
-  switch (count) {
-    case 1:
-      run.template operator()<1>();
-      break;
-    case 2:
-      run.template operator()<2>();
-      break;
-    case 3:
-      run.template operator()<3>();
-      break;
-    case 4:
-      run.template operator()<4>();
-      break;
-    case 5:
-      run.template operator()<5>();
-      break;
-    default:
-      run.template operator()<QUERY_TILE>();
-      break;
-  }
-}
-
 // Calls run(first, count) for `total` queries in tiles of nearly equal size.
 template <class F>
 INLINE void in_tiles(int total, F&& run) {
@@ -212,7 +189,7 @@ void mix(const Head& head, const Query* queries, int count, const float* weights
   for (int r = 0; r < count; r++)
     alone(r, queries[r].seen.first, std::min(begin, queries[r].seen.common));
   if (begin < end)
-    with_count(count, [&]<int R>() {
+    by_count<QUERY_TILE>(count, [&]<int R>() {
       mix_rows<T, R>(weights, width, values, head.dim, begin, end, mixed, stride);
     });
   for (int r = 0; r < count; r++) {
@@ -239,7 +216,7 @@ void attend_few(const Head& head, const Query* queries, int count, const Attenti
     transpose_keys<T>(head, s, scratch.keys);
     in_tiles(count, [&](int r, int tile) {
       float* scores = scratch.scores + r * scratch.width + s;
-      with_count(tile, [&]<int R>() {
+      by_count<QUERY_TILE>(tile, [&]<int R>() {
         score_tile<T, R>(queries + r, scratch.keys, words, head.scale, scores, scratch.width);
       });
     });

@@ -82,7 +82,7 @@ def find_compiler() -> Compiler:
 
 
 def cpu_identity() -> str:
-    """What tells two processors apart that need different code: model and features."""
+    """Returns the model and features of the processor, which decide its code."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Chains of drafts in one call of the kernels."""
+"""Drafts whole chains in one call of the kernels."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import KVCache
-from aquiline.native.library import Call, Chain, ChainCall
+from aquiline.native.library import Chain, ChainCall
 from aquiline.native.stack import Angles, NativeReadout, NativeStack
 
 
 @dataclass(frozen=True, eq=False)
 class NativeChain:
-    """A draft network with what makes chains of it.
+    """A draft network and the tables that turn its logits into the next level's input.
 
     Attributes:
         stack: the network.
         logits: (…, H) → (…, Vd) float32.
-        feedback: what the next level reads of a stream, or None for the stream itself.
+        feedback: maps the stream to the next level's hidden state; None if they are the same.
         embedding: (V, H) of the stack's dtype.
         draft_to_target: (Vd,) int64, or None if the ids coincide.
     """
@@ -63,7 +63,7 @@ class NativeChain:
             rows: the B rows of the cache.
             angles: for these positions.
             levels: ≥ 1.
-            floor: drafting ends after a level where no row's joint log-probability reaches it.
+            floor: drafting ends after a level in which no row's joint log-probability reaches it.
 
         Returns:
             (B, L) int64 target ids and (B, L) float32 joint log-probabilities, 1 ≤ L ≤ levels.
@@ -71,37 +71,38 @@ class NativeChain:
         Raises:
             ValueError: for sizes, tokens, positions or rows that do not fit.
         """
-        batch, dtype = len(rows), self.stack.dtype
-        if logits.shape != (batch, self.logits.struct.outputs) or hidden.shape != (batch, self.stack.struct.hidden):
-            raise ValueError(f"logits and hidden are {tuple(logits.shape)}, {tuple(hidden.shape)} for {batch} rows")
-        if levels < 1 or not batch or len(set(rows)) != batch:
-            raise ValueError(f"{levels} levels below rows {list(rows)}; allowed: at least one, distinct rows")
-        keys, values = self.stack.blocks(cache)
+        self._check(logits, hidden, rows, levels)
         lengths = cache.lengths.tolist()
         positions = torch.tensor([lengths[row] for row in rows])
-        places = torch.tensor(list(rows))
+        slots = torch.tensor(list(rows))
         # The call writes into these.
         logits = logits.to(torch.float32, copy=True).contiguous()
-        hidden = hidden.to(dtype, copy=True).contiguous()
+        hidden = hidden.to(self.stack.dtype, copy=True).contiguous()
         embedded, stream = torch.empty_like(hidden), torch.empty_like(hidden)
-        tokens = torch.empty(batch, levels, dtype=torch.int64)
-        scores = torch.empty(batch, levels)
-        call = Call(
-            batch=batch, width=1, threads=torch.get_num_threads(), embedded=embedded.data_ptr(),
-            hidden=hidden.data_ptr(), positions=positions.data_ptr(), committed=positions.data_ptr(),
-            rows=places.data_ptr(), cosines=angles.cosines.data_ptr(), sines=angles.sines.data_ptr(),
-            keys=keys.data_ptr(), values=values.data_ptr(), angles=len(angles.cosines), cache_rows=keys.shape[1],
-            capacity=keys.shape[3], stream_out=stream.data_ptr(),
-        )  # fmt: skip
-        ids = self.draft_to_target
-        chain = Chain(
-            ctypes.pointer(self.stack.struct), ctypes.pointer(self.logits.struct),
-            None if self.feedback is None else ctypes.pointer(self.feedback.struct),
-            self.embedding.data_ptr(), None if ids is None else ids.data_ptr(), len(self.embedding),
+        tokens, scores = torch.empty(len(rows), levels, dtype=torch.int64), torch.empty(len(rows), levels)
+        call = self.stack.prepare(
+            cache, angles, batch=len(rows), width=1, embedded=embedded.data_ptr(), hidden=hidden.data_ptr(),
+            positions=positions.data_ptr(), committed=positions.data_ptr(), rows=slots.data_ptr(),
+            stream_out=stream.data_ptr(),
         )  # fmt: skip
         chains = ChainCall(
             ctypes.pointer(call), logits.data_ptr(), tokens.data_ptr(), scores.data_ptr(), levels, 0, floor
         )
-        if self.stack.library.draft(chain, chains):
+        if self.stack.library.draft(self._struct(), chains):
             raise ValueError(call.message.decode())
         return tokens[:, : chains.done], scores[:, : chains.done]
+
+    def _check(self, logits: Tensor, hidden: Tensor, rows: Sequence[int], levels: int) -> None:
+        batch = len(rows)
+        if logits.shape != (batch, self.logits.struct.outputs) or hidden.shape != (batch, self.stack.struct.hidden):
+            raise ValueError(f"logits and hidden are {tuple(logits.shape)}, {tuple(hidden.shape)} for {batch} rows")
+        if levels < 1 or not batch or len(set(rows)) != batch:
+            raise ValueError(f"{levels} levels below rows {list(rows)}; allowed: at least one, distinct rows")
+
+    def _struct(self) -> Chain:
+        ids = self.draft_to_target
+        return Chain(
+            ctypes.pointer(self.stack.struct), ctypes.pointer(self.logits.struct),
+            None if self.feedback is None else ctypes.pointer(self.feedback.struct),
+            self.embedding.data_ptr(), None if ids is None else ids.data_ptr(), len(self.embedding),
+        )  # fmt: skip

@@ -264,7 +264,7 @@ void coded_register_rows(const CodedProduct& p, int n) {
   for (int i = 0, t = 0; i < passes; i++) {
     const int rows = n / passes + (i < n % passes);
     const char* next = p.weights + V * p.vector_bytes + (size_t)i * lines * p.vector_bytes;
-    by_count(rows, [&]<int N>() {
+    by_count<TILE_TOKENS>(rows, [&]<int N>() {
       coded_registers<Bits, N, V>(p.from(t, 0), next, i * lines < V ? lines : lines ? -1 : 0);
     });
     t += rows;

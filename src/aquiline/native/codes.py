@@ -1,4 +1,4 @@
-"""Integer weights with a scale for each group of inputs: how they are chosen, and how the kernels hold them."""
+"""Quantises weights to integers with a scale for each group of inputs, and lays them out for the kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Codes:
 def quantise(weight: Tensor, form: WeightFormat) -> Codes:
     """Rounds a matrix (outputs, inputs) to integers, each group by its own largest value or range.
 
-    The scales are rounded to float16 first, so that the codes make up for it.
+    Scales are rounded to float16 before the codes are chosen, so that the codes compensate.
     """
     group = GROUPS[form]
     outputs, inputs = weight.shape

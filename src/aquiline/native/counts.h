@@ -8,10 +8,10 @@ constexpr int BLOCK = 4;                            // vectors that callers ask 
 constexpr int TILE_VECTORS = WIDE_VECTORS ? 4 : 2;  // vectors of a register tile
 constexpr int TILE_TOKENS = WIDE_VECTORS ? 6 : 4;   // rows of a register tile
 
-// Calls run<N> for `rows` ≤ TILE_TOKENS.
-template <class Run>
-INLINE void by_count(int rows, Run run) {
-  switch (rows) {
+// Calls run<N> for `count` = N ≤ MOST, which is 4 or 6.
+template <int MOST, class Run>
+INLINE void by_count(int count, Run&& run) {
+  switch (count) {
     case 1:
       run.template operator()<1>();
       break;
@@ -25,10 +25,10 @@ INLINE void by_count(int rows, Run run) {
       run.template operator()<4>();
       break;
     case 5:
-      run.template operator() < TILE_TOKENS<5 ? 4 : 5>();
+      run.template operator()<(MOST < 5 ? MOST : 5)>();
       break;
     default:
-      run.template operator()<TILE_TOKENS>();
+      run.template operator()<MOST>();
       break;
   }
 }

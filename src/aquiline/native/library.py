@@ -1,4 +1,4 @@
-"""The built kernels as a library of C functions, and the structs that they take (see ``abi.h``)."""
+"""Loads the built kernels as C functions, and mirrors the structs that they take (see ``abi.h``)."""
 
 from __future__ import annotations
 
@@ -17,29 +17,23 @@ import torch  # noqa: F401  (loads the OpenMP runtime that the kernels' symbols 
 from aquiline.native.build import BuildError, build
 
 
+def _all(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
 class Matrix(ctypes.Structure):
     """A packed weight, see ``matrix.h``."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("weight", "bias", "scales")),
-        *((name, c_int32) for name in ("vectors", "inputs", "kind", "group")),
-    )
+    _fields_ = (*_all(c_void_p, "weight bias scales"), *_all(c_int32, "vectors inputs kind group"))
 
 
 class Layer(ctypes.Structure):
     """One decoder layer."""
 
     _fields_ = (
-        ("qkv", Matrix),
-        ("out", Matrix),
-        ("gate_up", Matrix),
-        ("down", Matrix),
-        ("first_norm", c_void_p),
-        ("second_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("window", c_int32),
-        ("rotated", c_int32),
+        *_all(Matrix, "qkv out gate_up down"),
+        *_all(c_void_p, "first_norm second_norm query_norm key_norm"),
+        *_all(c_int32, "window rotated"),
     )
 
 
@@ -48,22 +42,12 @@ class Stack(ctypes.Structure):
 
     _fields_ = (
         ("layers", POINTER(Layer)),
-        ("embedding", c_void_p),
-        ("final_norm", c_void_p),
-        ("head", Matrix),
-        ("fuse", Matrix),
-        ("embedding_norm", c_void_p),
-        ("hidden_norm", c_void_p),
-        *(
-            (name, c_int32)
-            for name in (
-                *("num_layers", "hidden", "heads", "kv_heads", "dim", "rotary_half", "inner", "vocab"),
-                *("half", "gelu", "entry", "reads", "norm_before_residual"),
-            )
-        ),
-        ("eps", c_float),
-        ("scale", c_float),
-        ("reserved", c_int32),
+        *_all(c_void_p, "embedding final_norm"),
+        *_all(Matrix, "head fuse"),
+        *_all(c_void_p, "embedding_norm hidden_norm"),
+        *_all(c_int32, "num_layers hidden heads kv_heads dim rotary_half inner vocab"),
+        *_all(c_int32, "half gelu entry norm_before_residual"),
+        *_all(c_float, "eps scale"),
     )
 
 
@@ -71,18 +55,11 @@ class Call(ctypes.Structure):
     """One forward of a stack."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("batch", "width", "offset", "threads")),
-        *(
-            (name, c_void_p)
-            for name in (
-                *("tokens", "embedded", "hidden", "positions", "ancestors", "committed", "rows"),
-                *("cosines", "sines", "keys", "values"),
-            )
-        ),
-        *((name, c_int64) for name in ("angles", "cache_rows", "capacity")),
-        *((name, c_void_p) for name in ("features", "feature_out", "logits_at", "logits", "stream_out")),
-        ("num_features", c_int32),
-        ("asked", c_int32),
+        *_all(c_int32, "batch width offset threads"),
+        *_all(c_void_p, "tokens embedded hidden positions ancestors committed rows cosines sines keys values"),
+        *_all(c_int64, "angles cache_rows capacity"),
+        *_all(c_void_p, "features feature_out logits_at logits stream_out"),
+        *_all(c_int32, "num_features asked"),
         ("message", c_char * 160),
     )
 
@@ -93,7 +70,7 @@ class Readout(ctypes.Structure):
     _fields_ = (
         ("matrix", Matrix),
         ("norm", c_void_p),
-        *((name, c_int32) for name in ("inputs", "parts", "outputs", "half_in", "half_out")),
+        *_all(c_int32, "inputs parts outputs half_in half_out"),
         ("eps", c_float),
     )
 
@@ -101,18 +78,16 @@ class Readout(ctypes.Structure):
 class ReadoutCall(ctypes.Structure):
     """One use of a readout."""
 
-    _fields_ = (("x", c_void_p), ("out", c_void_p), ("n", c_int64), ("threads", c_int32), ("reserved", c_int32))
+    _fields_ = (*_all(c_void_p, "x out"), ("n", c_int64), *_all(c_int32, "threads reserved"))
 
 
 class Chain(ctypes.Structure):
-    """A draft network with what makes chains of it."""
+    """A draft network and the tables that turn its logits into the next level's input."""
 
     _fields_ = (
         ("stack", POINTER(Stack)),
-        ("logits", POINTER(Readout)),
-        ("feedback", POINTER(Readout)),
-        ("embedding", c_void_p),
-        ("to_target", c_void_p),
+        *_all(POINTER(Readout), "logits feedback"),
+        *_all(c_void_p, "embedding to_target"),
         ("embeddings", c_int64),
     )
 
@@ -122,32 +97,24 @@ class ChainCall(ctypes.Structure):
 
     _fields_ = (
         ("call", POINTER(Call)),
-        *((name, c_void_p) for name in ("logits", "tokens", "scores")),
-        ("levels", c_int32),
-        ("done", c_int32),
+        *_all(c_void_p, "logits tokens scores"),
+        *_all(c_int32, "levels done"),
         ("floor", c_float),
         ("reserved", c_int32),
     )
 
 
-class Facts(ctypes.Structure):
-    """What the library says about itself."""
+_STRUCTS = (Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall)
 
-    _fields_ = tuple(
-        (name, c_int32)
-        for name in (
-            *("lanes", "pair_dots", "tiles"),
-            *("stack_size", "layer_size", "call_size", "readout_size", "readout_call_size"),
-            *("chain_size", "chain_call_size"),
-        )
-    )
+
+class Facts(ctypes.Structure):
+    """The library's instruction set, and its sizes of `_STRUCTS` in bytes."""
+
+    _fields_ = (*_all(c_int32, "lanes pair_dots tiles"), ("sizes", c_int32 * len(_STRUCTS)))
 
 
 TOKENS, FUSED, PAIRED = 0, 1, 2
-"""How a stream begins, `Stack.entry`."""
-
-EMBEDDED, HIDDEN = 1, 2
-"""What EAGLE-1's fusing product reads, bits of `Stack.reads`."""
+"""Values of `Stack.entry`: how the residual stream begins."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,14 +122,10 @@ class Library:
     """The loaded kernels.
 
     Attributes:
-        path: of the file.
-        forward: ``aquiline_forward``.
-        read_out: ``aquiline_read_out``.
-        draft: ``aquiline_draft``.
-        advise: ``aquiline_advise``.
+        path: the file; the functions are those of ``native.cpp`` without their prefix.
         lanes: outputs in a vector, on which the layout of weights depends.
-        instructions: what bfloat16 products run on, for `aquiline doctor`.
-        vectors: what all else runs on, float32 products too.
+        instructions: those of bfloat16 products, for `aquiline doctor`.
+        vectors: those of everything else, float32 products included.
     """
 
     path: Path
@@ -192,11 +155,7 @@ def open_library(path: Path) -> Library:
     handle.aquiline_facts.argtypes, handle.aquiline_facts.restype = [POINTER(Facts)], None
     facts = Facts()
     handle.aquiline_facts(ctypes.byref(facts))
-    sizes = [
-        getattr(facts, f"{name}_size")
-        for name in ("stack", "layer", "call", "readout", "readout_call", "chain", "chain_call")
-    ]
-    expected = [ctypes.sizeof(struct) for struct in (Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall)]
+    sizes, expected = list(facts.sizes), [ctypes.sizeof(struct) for struct in _STRUCTS]
     if sizes != expected:
         raise BuildError(f"{path} does not fit this version of the package: structs of {sizes} bytes, not {expected}")
     vectors = "AVX-512" if facts.lanes == 16 else "8-lane vectors"
@@ -218,8 +177,7 @@ def find_library() -> tuple[Library | None, str]:
     """Builds and loads the kernels, once per process.
 
     Returns:
-        The library and what it runs on, or None and why there is none. A failure is also printed,
-        as one line.
+        The library and its instructions, or None and the reason. A failed build is also printed, as one line.
     """
     if os.environ.get("AQUILINE_NATIVE", "1") == "0":
         return None, "turned off by AQUILINE_NATIVE=0"

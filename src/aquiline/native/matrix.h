@@ -93,7 +93,7 @@ void register_rows(const Matrix& m, const Rows& x, int n, const char* weights, c
   for (int i = 0, t = 0; i < passes; i++) {
     const int rows = n / passes + (i < n % passes);
     const Ahead ahead{next + (size_t)i * m.steps() * lines * 64, i * lines < V ? lines : 0};
-    by_count(rows, [&]<int N>() {
+    by_count<TILE_TOKENS>(rows, [&]<int N>() {
       register_tile<Dots, N, V>(x.from(t), weights, m.vector_bytes(), m.steps(), ahead,
                                 out + t * out_stride, out_stride);
     });

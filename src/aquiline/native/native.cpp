@@ -104,13 +104,8 @@ EXPORT void aquiline_facts(Facts* facts) {
   *facts = {LANES,
             HAS_PAIR_DOTS,
             tiles_allowed(),
-            (int)sizeof(Stack),
-            (int)sizeof(Layer),
-            (int)sizeof(Call),
-            (int)sizeof(Readout),
-            (int)sizeof(ReadoutCall),
-            (int)sizeof(Chain),
-            (int)sizeof(ChainCall)};
+            {sizeof(Stack), sizeof(Layer), sizeof(Call), sizeof(Readout), sizeof(ReadoutCall),
+             sizeof(Chain), sizeof(ChainCall)}};
 }
 
 // Asks for huge pages: weights are read from end to end, and small pages cost a tenth of the time.

@@ -1,4 +1,4 @@
-"""Weights in the layout of the kernels: vectors of outputs, see ``matrix.h``."""
+"""Packs weights in the layout of the kernels: vectors of outputs, see ``matrix.h``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def padded(size: int, to: int) -> int:
 
 @dataclass(eq=False)
 class Memory:
-    """Owns what a stack's structs point to.
+    """Owns the weights that a stack's structs point to.
 
     The weights lie in few large pieces, in the order in which they are read, on huge pages where the
     system has them.
@@ -117,7 +117,7 @@ class Memory:
 
 
 def _in_order(columns: Tensor, inputs: int) -> bool:
-    """Whether an order of columns only adds zeros at the end."""
+    """Returns True if an order of columns only adds zeros at the end."""
     return torch.equal(columns[:inputs], torch.arange(inputs)) and bool((columns[inputs:] == -1).all())
 
 

@@ -137,9 +137,8 @@ void Pass::join(int t, const float* embedded) {
     if (s.norm_before_residual) normalise(x, s.hidden_norm, s.hidden, s.eps, x);
     return;
   }
-  int at = 0;
-  if (s.reads & EMBEDDED) copy_row(embedded, s.hidden, to, t), at = width;
-  if (s.reads & HIDDEN) copy_row(x, s.hidden, to, t, at);
+  copy_row(embedded, s.hidden, to, t);
+  copy_row(x, s.hidden, to, t, width);
 }
 
 // EAGLE-1: the stream is fuse([embedded, hidden]).

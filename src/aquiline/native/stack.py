@@ -1,10 +1,11 @@
-"""Calls of the kernels with checked tensors: what they are given must never crash them."""
+"""Calls the kernels with checked tensors, so that no input can crash them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Angles:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What the nodes of one forward are.
+    """The nodes of one forward.
 
     Attributes:
         positions: (B, T) int64.
@@ -56,7 +57,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """What one forward returns; None where it was not asked for.
+    """The results of one forward; None if not requested.
 
     Attributes:
         logits: (B, K, V) float32.
@@ -75,7 +76,7 @@ class NativeStack:
 
     Attributes:
         library: the kernels.
-        struct: what they read; its pointers go into `memory`.
+        struct: their view of the weights; its pointers go into `memory`.
         memory: owns the weights.
         dtype: of the weights, the cache, features and streams.
     """
@@ -103,46 +104,59 @@ class NativeStack:
         *,
         stream: bool = False,
     ) -> Outputs:
-        """Runs the stack; writes keys and values after the committed ones and does not advance.
+        """Runs the stack; writes keys and values after the committed ones, and does not advance the lengths.
 
         Args:
             inputs: the nodes.
             cache: the cache, with room for them.
             angles: for all their positions.
             features: boundaries of the stream to return; `FINAL` is the one after the final norm.
-            logits_at: (B, K) int64, of which nodes logits are returned; None for all.
-            stream: return the stream after the last layer; then there are no logits.
+            logits_at: (B, K) int64 nodes whose logits are returned; None for all.
+            stream: return the stream after the last layer, and no logits.
 
         Raises:
             ValueError: for sizes, dtypes, tokens, positions or rows that do not fit.
         """
         batch, width = self._size(inputs)
-        positions = _checked("positions", inputs.positions, torch.int64, (batch, width))
-        ancestors = inputs.ancestors
-        if ancestors is not None:
-            ancestors = _checked("ancestors", ancestors, torch.bool, (batch, width, inputs.offset + width))
-        given = [self._given(name, getattr(inputs, name), batch, width) for name in ("tokens", "embedded", "hidden")]
-        asked = width
+        given = self._given(inputs, batch, width)
+        asked = width if logits_at is None else logits_at.shape[-1]
         if logits_at is not None:
-            asked = logits_at.shape[-1]
             logits_at = _checked("logits_at", logits_at, torch.int64, (batch, asked))
         lengths = cache.lengths.tolist()
         committed = (ctypes.c_int64 * batch)(*[lengths[row] for row in inputs.rows])
         rows = (ctypes.c_int64 * batch)(*inputs.rows)
         boundaries = (ctypes.c_int32 * len(features))(*features)
-        keys, values = self.blocks(cache)
         out = self._outputs(batch, width, asked, len(features), stream)
-        call = Call(
-            batch, width, inputs.offset, torch.get_num_threads(), *map(_address, given), positions.data_ptr(),
-            _address(ancestors), ctypes.addressof(committed), ctypes.addressof(rows),
-            angles.cosines.data_ptr(), angles.sines.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            len(angles.cosines), keys.shape[1], keys.shape[3], ctypes.addressof(boundaries),
-            _address(out.features), _address(logits_at), _address(out.logits), _address(out.stream),
-            len(features), asked,
+        call = self.prepare(
+            cache, angles, batch=batch, width=width, offset=inputs.offset,
+            **{name: _address(tensor) for name, tensor in given.items()},
+            committed=ctypes.addressof(committed), rows=ctypes.addressof(rows),
+            features=ctypes.addressof(boundaries), feature_out=_address(out.features), num_features=len(features),
+            logits_at=_address(logits_at), logits=_address(out.logits), asked=asked, stream_out=_address(out.stream),
         )  # fmt: skip
         if self.library.forward(self.struct, call):
             raise ValueError(call.message.decode())
         return out
+
+    def prepare(self, cache: KVCache, angles: Angles, **fields: Any) -> Call:
+        """Makes a call over `cache` with these other fields.
+
+        Raises:
+            ValueError: if the blocks of `cache` are not those of this stack.
+        """
+        struct = self.struct
+        shape = (struct.num_layers, cache.rows, struct.kv_heads, cache.capacity, struct.dim)
+        for name, block in (("key", cache.key_block), ("value", cache.value_block)):
+            if block.shape != shape or block.dtype != self.dtype or not block.is_contiguous():
+                raise ValueError(
+                    f"the {name} block has shape {tuple(block.shape)}, dtype {block.dtype} and strides "
+                    f"{block.stride()}; allowed: contiguous {shape}, {self.dtype}; make it with new_cache"
+                )
+        return Call(
+            threads=torch.get_num_threads(), cosines=_address(angles.cosines), sines=_address(angles.sines),
+            angles=len(angles.cosines), keys=_address(cache.key_block), values=_address(cache.value_block),
+            cache_rows=cache.rows, capacity=cache.capacity, **fields,
+        )  # fmt: skip
 
     def _size(self, inputs: Inputs) -> tuple[int, int]:
         sizes = inputs.positions.shape
@@ -152,6 +166,22 @@ class NativeStack:
             raise ValueError(f"rows are {list(inputs.rows)}; allowed: {sizes[0]} distinct rows of the cache")
         return sizes[0], sizes[1]
 
+    def _given(self, inputs: Inputs, batch: int, width: int) -> dict[str, Tensor]:
+        """Returns the checked inputs that this stack reads, by their names in `Call`."""
+        given = {"positions": _checked("positions", inputs.positions, torch.int64, (batch, width))}
+        if inputs.ancestors is not None:
+            shape = (batch, width, inputs.offset + width)
+            given["ancestors"] = _checked("ancestors", inputs.ancestors, torch.bool, shape)
+        for name in ("tokens",) if self.struct.entry == TOKENS else ("embedded", "hidden"):
+            tensor: Tensor | None = getattr(inputs, name)
+            if tensor is None:
+                raise ValueError(f"{name} are missing; this stack reads them")
+            dtype, shape = self.dtype, (batch, width, self.struct.hidden)
+            if name == "tokens":
+                dtype, shape = torch.int64, (batch, width)
+            given[name] = _checked(name, tensor, dtype, shape)
+        return given
+
     def _outputs(self, batch: int, width: int, asked: int, features: int, stream: bool) -> Outputs:
         hidden = self.struct.hidden
         return Outputs(
@@ -160,31 +190,6 @@ class NativeStack:
             torch.empty(batch, width, hidden, dtype=self.dtype) if stream else None,
         )
 
-    def _given(self, name: str, tensor: Tensor | None, batch: int, width: int) -> Tensor | None:
-        if (name == "tokens") != (self.struct.entry == TOKENS):
-            return None
-        if tensor is None:
-            raise ValueError(f"{name} are missing; this stack reads them")
-        if name == "tokens":
-            return _checked(name, tensor, torch.int64, (batch, width))
-        return _checked(name, tensor, self.dtype, (batch, width, self.struct.hidden))
-
-    def blocks(self, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Returns a cache's keys and values.
-
-        Raises:
-            ValueError: if they are not those of such a stack.
-        """
-        struct, capacity = self.struct, cache.capacity
-        shape = (struct.num_layers, cache.rows, struct.kv_heads, capacity, struct.dim)
-        for name, block in (("key", cache.key_block), ("value", cache.value_block)):
-            if block.shape != shape or block.dtype != self.dtype or not block.is_contiguous():
-                raise ValueError(
-                    f"the {name} block has shape {tuple(block.shape)}, dtype {block.dtype} and strides "
-                    f"{block.stride()}; allowed: contiguous {shape}, {self.dtype}; make it with new_cache"
-                )
-        return cache.key_block, cache.value_block
-
 
 @dataclass(frozen=True, eq=False)
 class NativeReadout:
@@ -192,7 +197,7 @@ class NativeReadout:
 
     Attributes:
         library: the kernels.
-        struct: what they read.
+        struct: their view of the weights.
         memory: owns the weights.
         dtype_in: of the rows.
         dtype_out: of the results.

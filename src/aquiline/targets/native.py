@@ -27,14 +27,10 @@ class NativeDecoder:
     """The native copy of a `Decoder`; implements `Target`. Made by `native`.
 
     Attributes:
-        exact: see `Target`.
         config: sizes.
-        shape: see `Target`.
-        form: of quantised weights, else None.
-        dtype: bfloat16 or float32; of the cache and the features, whatever the weights are.
-        device: the CPU.
+        form: format of quantised weights, else None.
+        dtype: bfloat16 or float32, of the cache and the features in any format of the weights.
         embedding: (V, H).
-        project: see `Target.project`.
     """
 
     exact = True
@@ -50,11 +46,8 @@ class NativeDecoder:
         # weights are freed when the caller drops it.
         self.embedding: Tensor = decoder.embed_tokens.weight.detach().contiguous()
         memory = Memory(library, form)
-        memory.reserve(
-            stack_bytes(
-                config.layer, config.num_layers, config.vocab_size, weight_bytes(self.dtype, form), library.lanes
-            )
-        )
+        weight = weight_bytes(self.dtype, form)
+        memory.reserve(stack_bytes(config.layer, config.num_layers, config.vocab_size, weight, library.lanes))
         self._angles = AngleTable(config.layer.rope)
         layers = [
             pack_layer(memory, config.layer, layer.self_attn, layer.mlp, layer.input_layernorm,
@@ -119,7 +112,7 @@ def reserve(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0) ->
 
 
 def supported(config: LayerConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute such layers."""
+    """Returns True if the kernels compute such layers."""
     return dtype in DTYPES and device.type == "cpu" and config.head_dim % 2 == 0 and config.rope.dim % 2 == 0
 
 
@@ -159,29 +152,22 @@ def pack_layer(
         config: sizes.
         attention: its projections.
         mlp: its feed-forward part.
-        first_norm: None or an identity where the layer reads its input as it is.
+        first_norm: None or an identity if the attention reads the stream unnormed.
         second_norm: before the MLP.
         window: sliding window.
-        rotated: whether it has rotary positions.
-        columns: order of what q, k and v read, -1 for padding; None for the stream's own.
+        rotated: the layer has rotary positions.
+        columns: order of the inputs of q, k and v, -1 for padding; None for the stream's order.
     """
-    lanes = memory.library.lanes
-    heads = config.num_heads + 2 * config.num_kv_heads
+    lanes, heads, dim = memory.library.lanes, config.num_heads, config.head_dim
+    all_heads = padded_heads(heads + 2 * config.num_kv_heads, dim, lanes)
+    gate_up = alternating(config.intermediate_size, lanes)
+    out = attention.o_proj
     return Layer(
         qkv=memory.matrix(
-            *_stacked(attention.q_proj, attention.k_proj, attention.v_proj),
-            rows=padded_heads(heads, config.head_dim, lanes),
-            columns=columns,
+            *_stacked(attention.q_proj, attention.k_proj, attention.v_proj), rows=all_heads, columns=columns
         ),
-        out=memory.matrix(
-            attention.o_proj.weight,
-            attention.o_proj.bias,
-            columns=padded_heads(config.num_heads, config.head_dim, lanes),
-        ),
-        gate_up=memory.matrix(
-            *_stacked(mlp.gate_proj, mlp.up_proj),
-            rows=alternating(config.intermediate_size, lanes),
-        ),
+        out=memory.matrix(out.weight, out.bias, columns=padded_heads(heads, dim, lanes)),
+        gate_up=memory.matrix(*_stacked(mlp.gate_proj, mlp.up_proj), rows=gate_up),
         down=memory.matrix(mlp.down_proj.weight, mlp.down_proj.bias),
         first_norm=memory.norm(first_norm),
         second_norm=memory.norm(second_norm),
@@ -199,7 +185,7 @@ def _stacked(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def stack_struct(config: LayerConfig, layers: Sequence[Layer], dtype: torch.dtype) -> Stack:
-    """Fills what a target's stack and a draft network's have in common."""
+    """Fills the fields that stacks of targets and of draft networks share."""
     return Stack(
         layers=(Layer * len(layers))(*layers),
         num_layers=len(layers),
