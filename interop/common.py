@@ -97,7 +97,7 @@ def checked(options: argparse.ArgumentParser) -> argparse.Namespace:
 
 def task_of(args: argparse.Namespace) -> Task:
     """What the options ask for."""
-    folder = resolve_target(args.target, print)
+    folder = resolve_target(args.target)
     prompts, end = encode_prompts(folder, read_prompts(args.prompts))
     head = args.head.resolve()
     return Task(head, folder, prompts, end, args.k, args.limit, args.record, head_identity(head))

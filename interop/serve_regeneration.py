@@ -124,7 +124,7 @@ def main() -> None:
     print(report, f"chains and accepted drafts of the server: {counts}", sep="\n", flush=True)
     settings = {**head_identity(args.draft), "records": len(prompts)}
     settings |= {"max_new_tokens": args.max_new_tokens, "draft_tokens": args.draft_tokens, **counts}
-    folder = resolve_target("smollm2", print)
+    folder = resolve_target("smollm2")
     ids, end = encode_prompts(folder, prompts)
     target, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
     plain = [decode(target, None, prompt, end, args.max_new_tokens)["outputs"][0] for prompt in ids]

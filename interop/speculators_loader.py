@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--record", action="store_true", help="write the outcome into interop/results")
     args = checked(parser)
-    folder = resolve_target(args.target, print)
+    folder = resolve_target(args.target)
     shape = target_shape(folder)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)

@@ -170,3 +170,24 @@ def opened(path: Path, target: TargetShape) -> tuple[DraftHead, HeadReport]:
     """An EAGLE head's network in float32, and how its files were understood."""
     head = open_head(path, target)
     return head_from_stored(stored_eagle(head), torch.float32), head.report
+
+
+def eagle3_head(folder: Path, **changes: Any) -> Path:
+    """An EAGLE-3 head in bfloat16 with float32 norms."""
+    tensors = {n: t.to(torch.bfloat16) if t.dim() == 2 else t for n, t in eagle3().items()}
+    settings = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "rope_theta": 5000.0} | changes
+    extra = settings.pop("tensors", {})
+    return write(folder, llama_config(**settings), tensors | extra)
+
+
+def assert_same_bits(first: Path, second: Path) -> None:
+    left, right = (stored_eagle(open_head(folder, TARGET)) for folder in (first, second))
+    assert left.tensors.keys() == right.tensors.keys()
+    for name, tensor in left.tensors.items():
+        assert tensor.dtype == right.tensors[name].dtype, name
+        assert torch.equal(tensor, right.tensors[name]), name
+    assert left.config == right.config
+    assert (left.draft_to_target is None) == (right.draft_to_target is None)
+    if left.draft_to_target is not None:
+        assert torch.equal(left.draft_to_target, right.draft_to_target)
+    assert (left.embedding is None) == (right.embedding is None)

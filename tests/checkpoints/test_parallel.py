@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from aquiline.checkpoints.open import open_head, read_parallel_heads
+from aquiline.checkpoints.open import open_head
+from aquiline.checkpoints.parallel import heads_from_stored
 from aquiline.decode import Occupant, new_state, prefill, step
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, StaticTree
@@ -76,7 +77,7 @@ def _hydra(path: Path, *, grounded: bool = True, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_medusa_formula(layers: int, tmp_path: Path) -> None:
-    heads = read_parallel_heads(_medusa(tmp_path, layers), TARGET)
+    heads = heads_from_stored(open_head(_medusa(tmp_path, layers), TARGET).contents, torch.float32)
     given, x = medusa(layers), torch.randn(2, H)
     for i in range(HEADS):
         y = x
@@ -87,7 +88,7 @@ def test_medusa_formula(layers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("grounded", [False, True])
 def test_hydra_formula(grounded: bool, tmp_path: Path) -> None:
-    heads = read_parallel_heads(_hydra(tmp_path, grounded=grounded), TARGET)
+    heads = heads_from_stored(open_head(_hydra(tmp_path, grounded=grounded), TARGET).contents, torch.float32)
     given, x, tokens = hydra(grounded=grounded), torch.randn(2, H), torch.randn(2, HEADS, H)
     for i in range(HEADS):
         block = {n.removeprefix(f"hydra_mlp.{i}."): t for n, t in given.items()}
@@ -137,17 +138,17 @@ def test_output_is_plain_decoding(make: Any, tree: Any, tmp_path: Path) -> None:
 )
 def test_refused(make: Any, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        read_parallel_heads(make(tmp_path, **changes), TARGET)
+        open_head(make(tmp_path, **changes), TARGET)
 
 
 def test_other_heads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected \(50, 48\); .*use the heads of this target"):
-        read_parallel_heads(_medusa(tmp_path / "a"), TargetShape(50, H, 7, 256))
+        open_head(_medusa(tmp_path / "a"), TargetShape(50, H, 7, 256))
     twice = medusa() | {"heads.0.0.linear.bias": torch.zeros(H)}
     folder = _folder(tmp_path / "b", "medusa_lm_head.pt", twice, medusa_num_heads=HEADS, medusa_num_layers=1)
     with pytest.raises(ValueError, match=r"two tensors have one meaning.*fetch"):
-        read_parallel_heads(folder, TARGET)
+        open_head(folder, TARGET)
     bad = medusa() | {"0.0.linear.bias": torch.full((H,), torch.nan)}
     folder = _folder(tmp_path / "c", "medusa_lm_head.pt", bad, medusa_num_heads=HEADS, medusa_num_layers=1)
     with pytest.raises(ValueError, match=r"heads\.0\.0\.linear\.bias holds NaN"):
-        read_parallel_heads(folder, TARGET)
+        open_head(folder, TARGET)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aquiline.checkpoints.open import read_parallel_heads
-from aquiline.checkpoints.parallel import build_parallel_network, write_parallel_heads
+from aquiline.checkpoints.open import open_head
+from aquiline.checkpoints.parallel import build_parallel_network, heads_from_stored, write_parallel_heads
 from aquiline.drafters.drafter import Committed
 from aquiline.drafters.parallel import ParallelDrafter, ParallelHeads, lm_head_rows, sparse_tree
 from aquiline.drafters.parallel_network import ParallelConfig
@@ -137,7 +137,7 @@ def test_files_round_trip(tmp_path, target, kind, own):
     made = random_heads(kind, own_lm_head=own, draft_vocab_size=50, accuracies=((0.5, 0.1), (0.25,), (0.0,)))
     made = replace(made, draft_to_target=torch.arange(40, 90), target_fingerprint="abc")
     write_parallel_heads(tmp_path / "head", made, torch.float64)
-    back = read_parallel_heads(tmp_path / "head", target.shape, torch.float64)
+    back = heads_from_stored(open_head(tmp_path / "head", target.shape).contents, torch.float64)
     assert back.config == made.config
     assert back.target_fingerprint == "abc"
     assert torch.equal(back.draft_to_target, made.draft_to_target)
@@ -168,7 +168,7 @@ def test_refuses_files_that_are_no_heads_for_this_target(tmp_path, target, chang
     write_parallel_heads(tmp_path, random_heads("medusa"))
     break_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        read_parallel_heads(tmp_path, target.shape)
+        open_head(tmp_path, target.shape)
 
 
 def test_refuses_what_does_not_fit(target):

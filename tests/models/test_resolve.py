@@ -1,6 +1,7 @@
 """What users name becomes a folder, or an error that says what to do."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -52,14 +53,16 @@ def test_alias(smollm2_folder: Path) -> None:
     assert target_fingerprint(smollm2_folder) == target_fingerprint(resolve_target("smollm2"))
 
 
-def test_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_file_is_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aquiline")
     monkeypatch.setenv("AQUILINE_CACHE", str(tmp_path / "cache"))
     write_tiny_gguf(tmp_path / "a.gguf")
-    said: list[str] = []
-    folder = resolve_target(tmp_path / "a.gguf", said.append)
-    assert said == ["hashing a.gguf", "dequantising a.gguf"]
-    assert resolve_target(str(tmp_path / "a.gguf"), said.append) == folder
-    assert len(said) == 2
+    folder = resolve_target(tmp_path / "a.gguf")
+    assert caplog.messages == ["hashing a.gguf", "dequantising a.gguf"]
+    assert resolve_target(str(tmp_path / "a.gguf")) == folder
+    assert len(caplog.messages) == 2
     # The key is the content: another name is the same target, other content is another one.
     (tmp_path / "a.gguf").rename(tmp_path / "b.gguf")
     assert resolve_target(tmp_path / "b.gguf") == folder

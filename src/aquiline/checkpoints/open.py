@@ -1,4 +1,4 @@
-"""The one door for draft heads: only `open_head` decides what a folder or file holds."""
+"""Opens draft heads of every kind; only `open_head` decides which one a folder or file holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from aquiline.checkpoints.eagle.reading import HeadChoices, read_eagle
 from aquiline.checkpoints.eagle.stored import StoredHead, head_from_stored
 from aquiline.checkpoints.parallel import (
     StoredHeads,
-    heads_from_stored,
     is_parallel,
     published_repository,
     read_parallel,
@@ -21,7 +20,6 @@ from aquiline.checkpoints.parallel import (
 )
 from aquiline.checkpoints.report import TITLES, HeadReport, fits
 from aquiline.drafters.eagle_network import DraftHead
-from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.small_model import check_tokens
 from aquiline.models.files import inside, read_json, user_path
 from aquiline.models.hub import fetch, is_hub_id
@@ -95,20 +93,8 @@ def read_head(name: str | Path, target: TargetShape, dtype: torch.dtype = torch.
     return head_from_stored(stored_eagle(open_head(name, target)), dtype)
 
 
-def read_parallel_heads(name: str | Path, target: TargetShape, dtype: torch.dtype = torch.float32) -> ParallelHeads:
-    """Opens Medusa or Hydra heads and builds their network, with weights in `dtype`.
-
-    Raises:
-        ValueError: as `open_head`, or for a head of another kind.
-    """
-    head = open_head(name, target)
-    if not isinstance(head.contents, StoredHeads):
-        raise ValueError(f"{head.path} is of kind {head.kind!r}; allowed: medusa, hydra")
-    return heads_from_stored(head.contents, dtype)
-
-
 def stored_eagle(head: Head) -> StoredHead:
-    """The tensors of an EAGLE head.
+    """Returns the tensors of an EAGLE head.
 
     Raises:
         ValueError: the head is of another kind.
@@ -148,13 +134,13 @@ def resolve_head(name: str | Path) -> Path:
     shipped = ", ".join(path.name for path in _shipped()) or "none for now"
     raise ValueError(
         f"unknown draft head {text!r}: no file or folder of that name; allowed: a head's folder, a GGUF file, a hub id "
-        f"(organisation/name), or a shipped head ({shipped}); what drafts may also be auto, none, prompt-lookup, "
+        f"(organisation/name), or a shipped head ({shipped}); drafts without a head are auto, none, prompt-lookup, "
         "lookahead"
     )
 
 
 def shipped_for(target: Path | None) -> list[Path]:
-    """The shipped heads that were trained for exactly the target in a folder; EAGLE-3 first, which drafts best."""
+    """Returns the shipped heads trained for exactly the target in a folder; EAGLE-3, which drafts best, first."""
     heads = _shipped()
     if target is None or not heads:
         return []
@@ -163,7 +149,7 @@ def shipped_for(target: Path | None) -> list[Path]:
 
 
 def trained_for(head: Head, target: Path) -> bool | None:
-    """Whether a head was trained for exactly the target in a folder; None where the head does not say."""
+    """Returns True if a head was trained for exactly the target in a folder, None if the head does not say."""
     recorded = head.report.fingerprint
     return None if recorded is None else recorded == target_fingerprint(target)
 
@@ -181,7 +167,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _holds_model(folder: Path) -> bool:
-    """Whether a folder holds a whole language model, told by tensor names that a head never has."""
+    """Returns True for a folder with a whole language model: it has tensor names that no head has."""
     try:
         files = [inside(folder, file.name) for file in sorted(folder.glob("*.safetensors"))]
         names = {name for file in files for name, *_ in tensor_entries(file)}

@@ -12,7 +12,6 @@ Blocks that the repositories repeat are one module under several names: the copi
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ from aquiline.drafters.parallel_network import (
     PublishedHydraNetwork,
     PublishedMedusaNetwork,
 )
-from aquiline.models.files import filling, inside
-from aquiline.models.tensors import check_tensors, is_there, read_tensors, read_weights
+from aquiline.models.files import inside
+from aquiline.models.tensors import check_tensors, is_there, read_tensors, read_weights, write_folder
 from aquiline.targets.target import TargetShape
 
 FORMAT = "aquiline-final-heads-1"
@@ -162,9 +161,7 @@ def write_parallel_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.
         heads: what to write.
         dtype: of the stored weights.
     """
-    from safetensors.torch import save_file
-
-    tensors = {name: t.detach().to(dtype).contiguous().cpu() for name, t in heads.network.state_dict().items()}
+    tensors = {name: t.detach().to(dtype).cpu() for name, t in heads.network.state_dict().items()}
     if heads.draft_to_target is not None:
         tensors["d2t"] = offsets(heads.draft_to_target).to(torch.int32)
     config: dict[str, Any] = {"format": FORMAT, "architectures": [type(heads.network).__name__]}
@@ -174,9 +171,7 @@ def write_parallel_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.
         config["aquiline_target_fingerprint"] = heads.target_fingerprint
     if heads.gamma != GAMMA:
         config["aquiline_gamma"] = heads.gamma
-    with filling(Path(folder)) as scratch:
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_folder(folder, config, tensors)
 
 
 def _config(raw: Mapping[str, Any], place: str) -> ParallelConfig:

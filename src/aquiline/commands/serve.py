@@ -103,7 +103,7 @@ def _serve_vllm(arguments: argparse.Namespace) -> int:
     from aquiline.models.resolve import resolve_target
     from aquiline.serve.vllm import launch, vllm_command
 
-    target = resolve_target(arguments.target, logger.info)
+    target = resolve_target(arguments.target)
     heads = shipped_for(target) if arguments.draft == "auto" else [arguments.draft]
     if not heads:
         raise ValueError(

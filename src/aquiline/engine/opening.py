@@ -40,7 +40,7 @@ def open_target(
 
     if not isinstance(target, str | Path):
         return None, _as_given(target, dtype, device), tokenizer
-    path = resolve_target(target, logger.info)
+    path = resolve_target(target)
     place = _existing(_device(device))
     model = load_target(path, weights_dtype(dtype, place), place)
     return path, model, load_tokenizer(path) if tokenizer is None else tokenizer

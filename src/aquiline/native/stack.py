@@ -176,10 +176,10 @@ class NativeStack:
             tensor: Tensor | None = getattr(inputs, name)
             if tensor is None:
                 raise ValueError(f"{name} are missing; this stack reads them")
-            dtype, shape = self.dtype, (batch, width, self.struct.hidden)
             if name == "tokens":
-                dtype, shape = torch.int64, (batch, width)
-            given[name] = _checked(name, tensor, dtype, shape)
+                given[name] = _checked(name, tensor, torch.int64, (batch, width))
+            else:
+                given[name] = _checked(name, tensor, self.dtype, (batch, width, self.struct.hidden))
         return given
 
     def _outputs(self, batch: int, width: int, asked: int, features: int, stream: bool) -> Outputs:

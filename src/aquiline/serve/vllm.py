@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aquiline.checkpoints.export.layouts import DRAFT_TOKENS, export_head, refusals, vllm_config
+from aquiline.checkpoints.export.engines import refusals
+from aquiline.checkpoints.export.layouts import DRAFT_TOKENS, export_head, vllm_config
 from aquiline.checkpoints.open import open_head, stored_eagle
 from aquiline.models.cache_folder import build_once, cache_root
 from aquiline.targets.loading import target_shape

@@ -202,7 +202,7 @@ def test_norm_before_residual_defaults_to_false_and_says_so(tmp_path: Path) -> N
     config = fixtures.speculators_config(norm_before_residual=...)
     folder = fixtures.write(tmp_path, config, fixtures.eagle3("layers.0"))
     silent = open_head(folder, TARGET).report
-    assert not silent.config.norm_before_residual and "vLLM would take true" in str(silent)
+    assert not silent.config.norm_before_residual and "vLLM would read true" in str(silent)
     overruled = open_head(folder, TARGET, HeadChoices(norm_before_residual=True)).report
     assert overruled.config.norm_before_residual
     said = fixtures.speculators_config(norm_before_residual=True)

@@ -9,78 +9,34 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from aquiline.checkpoints.eagle.gguf import deinterleaved, interleaved
 from aquiline.checkpoints.export.layouts import FORMATS, export_head
 from aquiline.checkpoints.export.openvino import COMMAND_VARIABLE
 from aquiline.checkpoints.open import open_head, stored_eagle
 from tests import tiny
 from tests.checkpoints import head_fixtures as fixtures
-from tests.checkpoints.head_fixtures import IDS, TARGET, VD, H, V
+from tests.checkpoints.head_fixtures import IDS, TARGET, VD, H, V, assert_same_bits, eagle3_head
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 TEXT_FORMATS = ("safeailab", "speculators", "vllm", "sglang")
-
-
-def _head(folder: Path, **changes: Any) -> Path:
-    """An EAGLE-3 head in bfloat16 with float32 norms."""
-    tensors = {n: t.to(torch.bfloat16) if t.dim() == 2 else t for n, t in fixtures.eagle3().items()}
-    settings = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "rope_theta": 5000.0} | changes
-    extra = settings.pop("tensors", {})
-    return fixtures.write(folder, fixtures.llama_config(**settings), tensors | extra)
 
 
 def _eagle1(folder: Path, *, bias: bool = False) -> Path:
     return fixtures.write(folder, fixtures.llama_config(bias=bias), fixtures.eagle1(bias=bias, embedding=False))
 
 
-@pytest.fixture
-def target_gguf(tmp_path: Path) -> Path:
-    """A GGUF file with nothing but a tokenizer."""
-    path = tmp_path / "target.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(V)])
-    writer.add_token_types([1] * V)
-    writer.add_token_merges(["t 0", "t 1"])
-    writer.add_eos_token_id(2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _assert_same_bits(first: Path, second: Path) -> None:
-    left, right = (stored_eagle(open_head(folder, TARGET)) for folder in (first, second))
-    assert left.tensors.keys() == right.tensors.keys()
-    for name, tensor in left.tensors.items():
-        assert tensor.dtype == right.tensors[name].dtype, name
-        assert torch.equal(tensor, right.tensors[name]), name
-    assert left.config == right.config
-    assert (left.draft_to_target is None) == (right.draft_to_target is None)
-    if left.draft_to_target is not None:
-        assert torch.equal(left.draft_to_target, right.draft_to_target)
-    assert (left.embedding is None) == (right.embedding is None)
-
-
 @pytest.mark.parametrize("to", TEXT_FORMATS)
 def test_round_trip_eagle3(to: str, tmp_path: Path) -> None:
-    source = _head(tmp_path / "head")
+    source = eagle3_head(tmp_path / "head")
     report = export_head(source, to, tmp_path / "out", TARGET, target_name="some/target")
-    _assert_same_bits(source, tmp_path / "out")
-    _assert_same_bits(source, export_again(tmp_path / "out", tmp_path / "back"))
+    assert_same_bits(source, tmp_path / "out")
+    export_head(tmp_path / "out", "safeailab", tmp_path / "back", TARGET)
+    assert_same_bits(source, tmp_path / "back")
     assert report.files == ("config.json", "model.safetensors", "README.md")
     assert report.snippet in (tmp_path / "out" / "README.md").read_text()
-
-
-def export_again(folder: Path, output: Path) -> Path:
-    export_head(folder, "safeailab", output, TARGET)
-    return output
 
 
 @pytest.mark.parametrize("to", ["safeailab", "vllm", "sglang"])
@@ -90,19 +46,19 @@ def test_round_trip_eagle1(to: str, tmp_path: Path) -> None:
     if to == "sglang":
         zeros = load_file(tmp_path / "out" / "model.safetensors").pop("fc.bias")
         assert not zeros.any()
-    _assert_same_bits(source, tmp_path / "out")
+    assert_same_bits(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("to", ["safeailab", "sglang"])
 def test_round_trip_of_an_fc_bias(to: str, tmp_path: Path) -> None:
     source = _eagle1(tmp_path / "head", bias=True)
     export_head(source, to, tmp_path / "out", TARGET)
-    _assert_same_bits(source, tmp_path / "out")
+    assert_same_bits(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("to", TEXT_FORMATS)
 def test_nothing_is_written_that_was_not_there(to: str, tmp_path: Path) -> None:
-    source = _head(tmp_path / "head")
+    source = eagle3_head(tmp_path / "head")
     export_head(source, to, tmp_path / "out", TARGET)
     given, written = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
     assert {name.replace("layers.0.", "midlayer.") for name in written} == set(given)
@@ -112,7 +68,7 @@ def test_nothing_is_written_that_was_not_there(to: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", TEXT_FORMATS)
 def test_what_engines_misread_is_always_said(to: str, tmp_path: Path) -> None:
-    export_head(_head(tmp_path / "head"), to, tmp_path / "out", TARGET)
+    export_head(eagle3_head(tmp_path / "head"), to, tmp_path / "out", TARGET)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     inner = config.get("transformer_layer_config", config)
     assert config["bias"] is False and inner["attention_bias"] is False
@@ -136,7 +92,7 @@ def test_what_engines_misread_is_always_said(to: str, tmp_path: Path) -> None:
     ],
 )
 def test_snippets(to: str, kind: str, words: list[str], tmp_path: Path) -> None:
-    source = _head(tmp_path / "head") if kind == "eagle3" else _eagle1(tmp_path / "head")
+    source = eagle3_head(tmp_path / "head") if kind == "eagle3" else _eagle1(tmp_path / "head")
     report = export_head(source, to, tmp_path / "OUT", TARGET, target_name="some/target")
     assert all(word in report.snippet for word in words) and report.snippet in str(report)
     if to == "vllm":
@@ -149,11 +105,11 @@ def test_snippets(to: str, kind: str, words: list[str], tmp_path: Path) -> None:
     [([2, 5, 7], None), ([2, 4, 7], [1, 3, 6]), ([3, 5, 7], [3, 5, 7]), ([4, 8, 10], [4, 8, 10])],
 )
 def test_sglang_layer_ids(features: list[int], nested: list[int] | None, tmp_path: Path) -> None:
-    source = _head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=features)
+    source = eagle3_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=features)
     export_head(source, "sglang", tmp_path / "out", TARGET)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") == nested
-    _assert_same_bits(source, tmp_path / "out")
+    assert_same_bits(source, tmp_path / "out")
 
 
 _FC_NORMS = {f"fc_norm.{i}.weight": torch.ones(H) for i in range(3)}
@@ -184,7 +140,7 @@ def test_refused_with_the_reason(to: str, changes: dict[str, Any], reason: str, 
     if changes.pop("eagle", False):
         source = _eagle1(tmp_path / "head", bias=changes.get("bias", False))
     else:
-        source = _head(tmp_path / "head", **changes)
+        source = eagle3_head(tmp_path / "head", **changes)
     with pytest.raises(ValueError, match=reason):
         export_head(source, to, tmp_path / "out", TARGET)
     assert not (tmp_path / "out").exists()
@@ -198,19 +154,19 @@ def test_a_refusal_names_formats_that_can(tmp_path: Path) -> None:
 
 
 def test_norms_of_3_1_reach_the_engines_that_have_them(tmp_path: Path) -> None:
-    source = _head(tmp_path / "head", fc_norm=True, norm_output=True, tensors=_FC_NORMS)
+    source = eagle3_head(tmp_path / "head", fc_norm=True, norm_output=True, tensors=_FC_NORMS)
     for to in ("speculators", "vllm", "sglang"):
         export_head(source, to, tmp_path / to, TARGET)
         config = json.loads((tmp_path / to / "config.json").read_text())
         assert config["fc_norm"] is True and config["norm_output"] is True
-        _assert_same_bits(source, tmp_path / to)
+        assert_same_bits(source, tmp_path / to)
 
 
 def test_own_embedding_goes_along(tmp_path: Path) -> None:
-    source = _head(tmp_path / "head", tensors={"embed_tokens.weight": torch.randn(V, H, dtype=torch.bfloat16)})
+    source = eagle3_head(tmp_path / "head", tensors={"embed_tokens.weight": torch.randn(V, H, dtype=torch.bfloat16)})
     for to in TEXT_FORMATS:
         export_head(source, to, tmp_path / to, TARGET)
-        _assert_same_bits(source, tmp_path / to)
+        assert_same_bits(source, tmp_path / to)
     # Only with this key does the reference take the embedding out of the checkpoint.
     assert json.loads((tmp_path / "safeailab" / "config.json").read_text())["target_hidden_size"] == H
 
@@ -225,116 +181,6 @@ def test_a_head_in_memory(tmp_path: Path) -> None:
     assert torch.equal(stored.tensors["fc.weight"], head.network.fc.weight) and report.fingerprint == "a" * 64
 
 
-# -- GGUF -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gguf_round_trip(dtype: torch.dtype, tmp_path: Path, target_gguf: Path) -> None:
-    extra = {"embed_tokens.weight": torch.randn(V, H)}
-    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in (fixtures.eagle3() | extra).items()}
-    source = fixtures.write(
-        tmp_path / "head",
-        fixtures.llama_config(draft_vocab_size=VD, rope_theta=5000.0, rms_norm_eps=1e-5, target_hidden_size=H),
-        tensors,
-    )
-    report = export_head(source, "gguf", tmp_path / "out", TARGET, target_gguf=target_gguf)
-    assert report.files == ("head.gguf", "README.md") and "--spec-type draft-eagle3" in report.snippet
-    _assert_same_bits(source, tmp_path / "out" / "head.gguf")
-    _assert_same_bits(source, export_again(tmp_path / "out" / "head.gguf", tmp_path / "back"))
-
-
-def test_gguf_as_llama_cpp_reads_it(tmp_path: Path, target_gguf: Path) -> None:
-    """Keys, names and orders from llama.cpp's converter and loader (ecosystem.md §7)."""
-    source = _head(tmp_path / "head", norm_before_residual=True)
-    export_head(source, "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
-    reader = gguf.GGUFReader(tmp_path / "head.gguf")
-    values = {key: field.contents() for key, field in reader.fields.items()}
-    assert values["general.architecture"] == "eagle3" and values["eagle3.block_count"] == 1
-    assert values["eagle3.target_layers"] == [2, 5, 7] and values["eagle3.target_hidden_size"] == H
-    assert values["eagle3.norm_before_residual"] is True and values["eagle3.rope.freq_base"] == 5000.0
-    assert values["tokenizer.ggml.tokens"] == [f"t{i}" for i in range(V)] and values["tokenizer.ggml.eos_token_id"] == 2
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    assert set(tensors) == {
-        "fc.weight",
-        "output_norm.weight",
-        "output.weight",
-        "d2t",
-        *(f"blk.0.{n}.weight" for n in ("attn_norm", "attn_norm_2", "ffn_norm", "attn_q", "attn_k", "attn_v")),
-        *(f"blk.0.{n}.weight" for n in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")),
-    }
-    assert np.array_equal(tensors["d2t"].data, IDS.numpy())  # absolute
-    assert tensors["blk.0.attn_norm_2.weight"].tensor_type.name == "F32"
-    query = torch.from_numpy(np.array(tensors["blk.0.attn_q.weight"].data).view(np.int16)).view(torch.bfloat16)
-    rows = load_file(source / "model.safetensors")["midlayer.self_attn.q_proj.weight"]
-    assert torch.equal(query[:4], rows[[0, 2, 1, 3]])  # heads of 4 rows: halves become pairs
-
-
-def test_interleaving_is_undone() -> None:
-    weight = torch.randn(24, 5)
-    assert torch.equal(deinterleaved(interleaved(weight, 3), 3), weight)
-    assert torch.equal(interleaved(torch.arange(6)[:, None], 1).flatten(), torch.tensor([0, 3, 1, 4, 2, 5]))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("eagle3.attention.head_count", 0, r"num_attention_heads = 0, expected a positive number"),
-        ("eagle3.block_count", 10**9, r"num_hidden_layers = 10+, expected a number up to 128"),
-        ("eagle3.embedding_length", 12, r"give heads of width|has shape"),
-        ("eagle3.rope.freq_base", "no number", r"rope_theta = 'no number', expected a number > 0"),
-        ("aquiline.rope_parameters", "{", r"aquiline\.rope_parameters is not valid JSON"),
-        ("aquiline.rope_parameters", "[1]", r"aquiline\.rope_parameters is \[1\], expected an object"),
-    ],
-)
-def test_gguf_with_broken_metadata(
-    key: str, value: Any, message: str, tmp_path: Path, target_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export_head(_head(tmp_path / "head"), "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
-    contents = gguf.ReaderField.contents
-
-    def damaged(field: Any, *arguments: Any) -> Any:
-        if key == "eagle3.rope.freq_base" and field.name == "aquiline.rope_parameters":
-            return "{}"
-        return value if field.name == key else contents(field, *arguments)
-
-    monkeypatch.setattr(gguf.ReaderField, "contents", damaged)
-    with pytest.raises(ValueError, match=message) as caught:
-        open_head(tmp_path / "head.gguf", TARGET)
-    assert "head.gguf" in str(caught.value)
-
-
-def test_gguf_llama3_scaling(tmp_path: Path, target_gguf: Path) -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 5000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    source = _head(tmp_path / "head", rope_parameters=scaling)
-    export_head(source, "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
-    factors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "head.gguf").tensors}["rope_freqs.weight"]
-    assert factors[0] == 1.0 and factors[1] == 8.0  # wavelengths 6 and 444 against 64
-    _assert_same_bits(source, tmp_path / "head.gguf")
-
-
-def test_gguf_needs_the_targets_file(tmp_path: Path, target_gguf: Path) -> None:
-    source = _head(tmp_path / "head")
-    with pytest.raises(ValueError, match="give the target's own GGUF file"):
-        export_head(source, "gguf", tmp_path / "out", TARGET)
-    with pytest.raises(ValueError, match=r"config\.json is not a GGUF file"):
-        export_head(source, "gguf", tmp_path / "out", TARGET, target_gguf=source / "config.json")
-    assert not list((tmp_path / "out").glob("*"))
-    with pytest.raises(ValueError, match=r"architecture 'llama', expected 'eagle3'"):
-        open_head(target_gguf, TARGET)
-    export_head(source, "gguf", tmp_path / "whole.gguf", TARGET, target_gguf=target_gguf)
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes((tmp_path / "whole.gguf").read_bytes()[:4000])
-    with pytest.raises(ValueError, match=r"cut\.gguf is not a whole GGUF file"):
-        open_head(cut, TARGET)
-
-
 # -- where it is written ---------------------------------------------------------------------
 
 
@@ -347,7 +193,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     "there", ["the head", "an export to another engine", "a project", "shards", "a file", "a link"]
 )
 def test_other_files_are_not_written_over(to: str, there: str, tmp_path: Path, target_gguf: Path) -> None:
-    source, output = _head(tmp_path / "head"), tmp_path / "out"
+    source, output = eagle3_head(tmp_path / "head"), tmp_path / "out"
     if there == "the head":
         output = source
     elif there == "an export to another engine":
@@ -367,17 +213,17 @@ def test_other_files_are_not_written_over(to: str, there: str, tmp_path: Path, t
 
 
 def test_an_earlier_export_is_written_over(tmp_path: Path) -> None:
-    source = _head(tmp_path / "head")
+    source = eagle3_head(tmp_path / "head")
     for output in (tmp_path / "out", tmp_path / "out", source / "inside"):
         export_head(source, "vllm", output, TARGET)
-        _assert_same_bits(source, output)
+        assert_same_bits(source, output)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"out cannot be made: .*file is a file; name another folder"):
         export_head(source, "vllm", tmp_path / "file" / "out", TARGET)
 
 
 def test_a_gguf_file_that_is_no_head_is_not_written_over(tmp_path: Path, target_gguf: Path) -> None:
-    source, before = _head(tmp_path / "head"), target_gguf.read_bytes()
+    source, before = eagle3_head(tmp_path / "head"), target_gguf.read_bytes()
     for _ in range(2):
         export_head(source, "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
     with pytest.raises(ValueError, match=r"target\.gguf .*not a draft head.*name another file"):
@@ -387,7 +233,7 @@ def test_a_gguf_file_that_is_no_head_is_not_written_over(tmp_path: Path, target_
         export_head(tmp_path / "head.gguf", "gguf", tmp_path / "head.gguf", TARGET, target_gguf=target_gguf)
     other = TARGET.__class__(V + 1, H, 10, 128)
     with pytest.raises(ValueError, match=r"target\.gguf has a tokenizer of 40 tokens, the head's target has 41"):
-        larger = _head(tmp_path / "larger", vocab_size=V + 1, tensors={"t2d": _t2d(V + 1)})
+        larger = eagle3_head(tmp_path / "larger", vocab_size=V + 1, tensors={"t2d": _t2d(V + 1)})
         export_head(larger, "gguf", tmp_path / "larger.gguf", other, target_gguf=target_gguf)
     assert not list(tmp_path.glob("larger.gguf*"))
 
@@ -408,7 +254,7 @@ def test_a_pickle_of_parameters_that_share_memory(tmp_path: Path, target_gguf: P
     source = fixtures.write(tmp_path / "head", config, tensors, pickled=True)
     for to in (*TEXT_FORMATS, "gguf"):
         export_head(source, to, tmp_path / to, TARGET, target_gguf=target_gguf)
-        _assert_same_bits(source, tmp_path / "gguf" / "head.gguf" if to == "gguf" else tmp_path / to)
+        assert_same_bits(source, tmp_path / "gguf" / "head.gguf" if to == "gguf" else tmp_path / to)
 
 
 # -- OpenVINO -------------------------------------------------------------------------------
@@ -424,7 +270,9 @@ def test_openvino_runs_its_own_exporter(tmp_path: Path, monkeypatch: pytest.Monk
     )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv(COMMAND_VARIABLE, str(script))
-    report = export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out", TARGET, target_name="some/target")
+    report = export_head(
+        eagle3_head(tmp_path / "head"), "openvino", tmp_path / "out", TARGET, target_name="some/target"
+    )
     said = (tmp_path / "out" / "said").read_text()
     assert re.match(r"export openvino -m \S+ --task text-generation-with-past --trust-remote-code", said)
     assert "--weight-format fp32" in said  # float16 would lose bits of bfloat16
@@ -435,15 +283,15 @@ def test_openvino_runs_its_own_exporter(tmp_path: Path, monkeypatch: pytest.Monk
     assert {*report.files} == {path.name for path in (tmp_path / "out").iterdir()}
     script.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     with pytest.raises(RuntimeError, match=r"optimum-cli failed \(3\): broken"):
-        export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out2", TARGET)
+        export_head(eagle3_head(tmp_path / "head"), "openvino", tmp_path / "out2", TARGET)
     assert not list((tmp_path / "out2").iterdir())
     script.write_text('#!/bin/sh\nfor last; do :; done\nmkdir -p "$last"\necho x > "$last/openvino_model.xml"\n')
     with pytest.raises(RuntimeError, match="optimum-cli wrote a graph without <eagle3_mode"):
-        export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out2", TARGET)
+        export_head(eagle3_head(tmp_path / "head"), "openvino", tmp_path / "out2", TARGET)
     monkeypatch.setenv(COMMAND_VARIABLE, str(tmp_path / "head" / "config.json"))
     with pytest.raises(ValueError, match=r"AQUILINE_OPTIMUM_CLI is '.*config\.json', no program that runs"):
-        export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out3", TARGET)
+        export_head(eagle3_head(tmp_path / "head"), "openvino", tmp_path / "out3", TARGET)
     monkeypatch.delenv(COMMAND_VARIABLE)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="optimum-cli is not installed"):
-        export_head(_head(tmp_path / "head"), "openvino", tmp_path / "out3", TARGET)
+        export_head(eagle3_head(tmp_path / "head"), "openvino", tmp_path / "out3", TARGET)

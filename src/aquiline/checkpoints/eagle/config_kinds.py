@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Switches of EAGLE-3's norms, in config.json and in `HeadConfig` alike."""
+
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 128
 
@@ -54,8 +57,7 @@ _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"), _POSITIVE),
     **dict.fromkeys(("logit_scale", "mscale", "mscale_all_dim"), _NUMBER),
     **dict.fromkeys(("bias", "attention_bias", "qkv_bias", "eagle_fc_bias", "fusion_bias", "layernorms"), _FLAG),
-    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "truncate"), _FLAG),
-    **dict.fromkeys(("tie_word_embeddings", "parallel_drafting"), _FLAG),
+    **dict.fromkeys((*NORM_FLAGS, "truncate", "tie_word_embeddings", "parallel_drafting"), _FLAG),
     **dict.fromkeys(("num_heads", "num_blocks", "medusa_num_heads", "medusa_num_layers"), _FEW),
     **dict.fromkeys(("hydra_num_heads", "hydra_num_layers", "hidden_state_offset"), _FEW),
     **dict.fromkeys(("own_lm_head", "grounded_heads"), _FLAG),

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aquiline.checkpoints.eagle.config_kinds import check_kinds
+from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS, check_kinds
 
 _OTHER_METHODS = {
     "peagle": "P-EAGLE drafts all positions in one pass from mask tokens",
@@ -35,7 +35,6 @@ _OTHER_METHODS = {
 }
 _ONE_PASS = re.compile(r"p-?eagle", re.IGNORECASE)
 _FOREIGN = re.compile(r"dflash|dspark|mtp|deepseek|llama4|minicpm|cohere|mistrallarge3|minimax|kimi|vl", re.IGNORECASE)
-_INNER_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _MODELOPT_EXPECTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -149,8 +148,8 @@ def _flat(config: Mapping[str, Any], dialect: str, place: str) -> tuple[dict[str
             flat["bias"] = bool(config["fusion_bias"])
         if config["speculators_model_type"] == "eagle3" and "norm_before_residual" not in config:
             notes.append(
-                "norm_before_residual is not named: false, as in speculators itself (vLLM would take true); "
-                "say so when reading if the head was trained with true"
+                "config.json does not set norm_before_residual: read as false, as speculators does (vLLM would read "
+                "true); override it if the head was trained with true"
             )
     elif isinstance(config.get("model"), Mapping):
         flat = {**config["model"], **{key: value for key, value in config.items() if key != "model"}}
@@ -161,7 +160,7 @@ def _flat(config: Mapping[str, Any], dialect: str, place: str) -> tuple[dict[str
         for key, expected in _MODELOPT_EXPECTED.items():
             if key in inner and inner[key] != expected:
                 raise ValueError(f"{place}: eagle_config.{key} = {inner[key]!r} is refused; only {expected!r} is run")
-        flat.update({key: inner[key] for key in _INNER_FLAGS if key in inner and key not in flat})
+        flat.update({key: inner[key] for key in NORM_FLAGS if key in inner and key not in flat})
     return flat, notes
 
 

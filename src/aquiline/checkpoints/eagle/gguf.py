@@ -23,7 +23,8 @@ from aquiline.checkpoints.eagle.dialects import Translated
 from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.checkpoints.eagle.vocabulary import offsets
 from aquiline.models.files import replacing
-from aquiline.models.gguf_header import check_counts
+from aquiline.models.gguf import rotary_halves
+from aquiline.models.gguf_header import open_gguf
 from aquiline.targets.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURE = "eagle3"
@@ -91,14 +92,10 @@ def _fill(writer: Any, stored: StoredHead, target_gguf: Path) -> None:
 
 
 def is_gguf_head(path: Path) -> bool:
-    """Whether a file is a GGUF file with a draft head."""
-    from gguf import GGUFReader
-
+    """Returns True for a GGUF file with a draft head."""
     try:
-        check_counts(path)
-        found = GGUFReader(path).fields.get("general.architecture")
-        return found is not None and found.contents() == ARCHITECTURE
-    except (OSError, IndexError, KeyError, ValueError, TypeError):
+        return open_gguf(path)[1].get("general.architecture") == ARCHITECTURE
+    except ValueError:
         return False
 
 
@@ -108,19 +105,14 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, rows // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
 
 
-def deinterleaved(weight: Tensor, heads: int) -> Tensor:
-    """Undoes `interleaved`."""
-    rows = weight.shape[0] // heads
-    return weight.reshape(heads, rows // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
-
-
 def read_gguf_head(path: Path) -> Translated:
     """Reads a head from a GGUF file.
 
     Raises:
         ValueError: if it is not whole, of another architecture, or quantised.
     """
-    fields, raw = _open(path)
+    reader, fields = open_gguf(path)
+    raw = {tensor.name: _tensor(tensor, path) for tensor in reader.tensors}
     architecture = fields.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise ValueError(
@@ -141,7 +133,7 @@ def read_gguf_head(path: Path) -> Translated:
     for part, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
         name = f"midlayer.self_attn.{part}.weight"
         if name in tensors:
-            tensors[name] = deinterleaved(tensors[name], heads)
+            tensors[name] = rotary_halves(tensors[name], heads)
     return Translated("gguf", "eagle3", config, tensors, ())
 
 
@@ -180,13 +172,9 @@ def _write_sizes(writer: Any, stored: StoredHead) -> None:
 
 
 def _copy_tokenizer(writer: Any, target_gguf: Path, vocab_size: int) -> None:
-    from gguf import GGUFReader, GGUFValueType
+    from gguf import GGUFValueType
 
-    try:
-        check_counts(target_gguf)
-        reader = GGUFReader(target_gguf)
-    except (ValueError, OSError, IndexError, KeyError) as error:
-        raise ValueError(f"{target_gguf} is not a GGUF file ({error}); give the target's own GGUF file") from error
+    reader, _ = open_gguf(target_gguf, "give the target's own GGUF file")
     fields = {key: field for key, field in reader.fields.items() if key.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError(f"{target_gguf} has no tokenizer; give the target's own GGUF file")
@@ -220,18 +208,6 @@ def _rope_factors(rope: RopeConfig) -> Tensor:
     return plain / inverse_frequencies(rope)[0]
 
 
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from gguf import GGUFReader
-
-    try:
-        check_counts(path)
-        reader = GGUFReader(path)
-        fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
-    except (OSError, IndexError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole GGUF file ({error}); fetch it again") from error
-    return fields, {tensor.name: _tensor(tensor, path) for tensor in reader.tensors}
-
-
 def _tensor(tensor: Any, path: Path) -> Tensor:
     shape = tuple(int(n) for n in reversed(tensor.shape))
     kind = tensor.tensor_type.name
@@ -248,16 +224,7 @@ def _config(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
             raise ValueError(f"{path} lacks {ARCHITECTURE}.{key}; it is not a whole draft head, convert it again")
         return fields[f"{ARCHITECTURE}.{key}"]
 
-    try:
-        exact = json.loads(fields.get(_ROPE_KEY, "{}"))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {_ROPE_KEY} is not valid JSON ({error}); export the head again") from error
-    if not isinstance(exact, dict):
-        raise ValueError(f"{path}: {_ROPE_KEY} is {exact!r}, expected an object; export the head again")
-    if "rope_freqs.weight" in tensors and "rope" not in exact:
-        raise ValueError(
-            f"{path}: rope_freqs.weight is refused: its scaling cannot be told back; read the head's own folder"
-        )
+    exact = _exact(fields, "rope_freqs.weight" in tensors, path)
     rope: Any = exact.get("rope", {"rope_theta": fields.get(f"{ARCHITECTURE}.rope.freq_base", 10000.0)})
     if "rope" not in exact and fields.get(f"{ARCHITECTURE}.rope.scaling.type", "none") != "none":
         rope |= {"rope_type": "linear", "factor": need("rope.scaling.factor")}
@@ -283,3 +250,18 @@ def _config(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
     if _FINGERPRINT_KEY in fields:
         config["aquiline_target_fingerprint"] = fields[_FINGERPRINT_KEY]
     return config
+
+
+def _exact(fields: Mapping[str, Any], scaled: bool, path: Path) -> dict[str, Any]:
+    """Reads the settings that float32 metadata cannot hold, as `_write_sizes` wrote them."""
+    try:
+        exact = json.loads(fields.get(_ROPE_KEY, "{}"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {_ROPE_KEY} is not valid JSON ({error}); export the head again") from error
+    if not isinstance(exact, dict):
+        raise ValueError(f"{path}: {_ROPE_KEY} is {exact!r}, expected an object; export the head again")
+    if scaled and "rope" not in exact:
+        raise ValueError(
+            f"{path}: rope_freqs.weight is refused: its scaling cannot be recovered; read the head's own folder"
+        )
+    return exact

@@ -7,23 +7,20 @@ configuration has a few more keys than the reference reads: engines know them, o
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.eagle.vocabulary import membership, offsets
 from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig
-from aquiline.models.files import filling
+from aquiline.models.tensors import write_folder
 from aquiline.targets.rope import RopeConfig
-
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -41,10 +38,7 @@ def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.b
 def native_config(stored: StoredHead) -> dict[str, Any]:
     """Returns config.json in this package's own form."""
     config = stored.config
-    result = llama_config(config, stored.dtype)
-    result["bias"] = config.fc_bias
-    if config.layer.qkv_bias:
-        result["qkv_bias"] = True
+    result = llama_config(config, stored.dtype) | {"bias": config.fc_bias}
     if config.kind == "eagle3":
         result["eagle_aux_hidden_state_layer_ids"] = list(config.features)
     if stored.fingerprint:
@@ -55,16 +49,32 @@ def native_config(stored: StoredHead) -> dict[str, Any]:
 
 
 def llama_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the keys of config.json that all engines agree on.
-
-    `bias` is false, because engines take it for the bias of the attention, and the rope base is
-    there twice, because readers of either key silently fall back to 10000.
-    """
-    layer, eagle3 = config.layer, config.kind == "eagle3"
+    """Returns the keys of config.json that all engines agree on; `bias` is false: most take it for the attention's."""
+    eagle3 = config.kind == "eagle3"
     result: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
-        "model_type": "llama",
         "bias": False,
+        **layer_keys(config),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if config.layer.qkv_bias:
+        result["qkv_bias"] = True
+    if config.target_hidden_size != config.hidden_size:
+        result["target_hidden_size"] = config.target_hidden_size
+    if eagle3:
+        result["draft_vocab_size"] = config.draft_vocab_size
+    result.update({flag: True for flag in NORM_FLAGS if getattr(config, flag)})
+    return result
+
+
+def layer_keys(config: HeadConfig) -> dict[str, Any]:
+    """Returns the keys of a Llama's config.json: sizes, activation, rope.
+
+    The rope base is there twice, because readers of either key silently fall back to 10000.
+    """
+    layer = config.layer
+    return {
+        "model_type": "llama",
         "attention_bias": False,
         "hidden_act": layer.activation,
         "hidden_size": layer.hidden_size,
@@ -77,15 +87,8 @@ def llama_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rms_norm_eps": layer.rms_norm_eps,
         **rope_keys(layer.rope),
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
         "vocab_size": config.vocab_size,
     }
-    if config.target_hidden_size != layer.hidden_size:
-        result["target_hidden_size"] = config.target_hidden_size
-    if eagle3:
-        result["draft_vocab_size"] = config.draft_vocab_size
-    result.update({flag: True for flag in FLAGS if getattr(config, flag)})
-    return result
 
 
 def rope_keys(rope: RopeConfig) -> dict[str, Any]:
@@ -117,14 +120,3 @@ def file_tensors(stored: StoredHead, first_layer: str = "midlayer") -> dict[str,
     if stored.embedding is not None:
         tensors["embed_tokens.weight"] = stored.embedding
     return tensors
-
-
-def write_folder(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes model.safetensors and config.json, each whole or not at all; makes the folder."""
-    from safetensors.torch import save_file
-
-    with filling(Path(folder)) as scratch:
-        # Cloned: a pickle's tensors may share memory, which safetensors does not write.
-        contiguous = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        save_file(contiguous, scratch / "model.safetensors", metadata={"format": "pt"})
-        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.checkpoints.eagle.config_kinds import check_sizes
+from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS, check_sizes
 from aquiline.checkpoints.eagle.layer_ids import LayerIds
 from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network
@@ -130,10 +130,7 @@ def _head_config(
         num_layers=config.get("num_hidden_layers") or 1,
         max_positions=config.get("max_position_embeddings") or 2048,
         fc_bias="fc.bias" in tensors,
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
-        norm_before_fc=bool(config.get("norm_before_fc", False)),
-        fc_norm=bool(config.get("fc_norm", False)),
-        norm_output=bool(config.get("norm_output", False)),
+        **{flag: bool(config.get(flag, False)) for flag in NORM_FLAGS},
     )
 
 
@@ -171,9 +168,9 @@ def _layer_config(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Te
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     first = "midlayer." if kind == "eagle3" else "layers.0."
-    for key, name in (("qkv_bias", "q_proj.bias"), ("attention_bias", "q_proj.bias")):
-        if config.get(key) and f"{first}self_attn.{name}" not in tensors:
-            raise ValueError(f"it says {key}, but {first}self_attn.{name} is missing; fetch the head again")
+    for key in ("qkv_bias", "attention_bias"):
+        if config.get(key) and f"{first}self_attn.q_proj.bias" not in tensors:
+            raise ValueError(f"it says {key}, but {first}self_attn.q_proj.bias is missing; fetch the head again")
     return LayerConfig(
         hidden_size=hidden,
         intermediate_size=config["intermediate_size"],

@@ -1,7 +1,7 @@
 """Exports draft heads to serving engines: losslessly, or not at all, with the reason.
 
 Engines silently ignore most of what they cannot do, and the user sees an acceptance of zero.
-Therefore each engine has a list of what it runs (`_ENGINES`), and heads that need more are rejected.
+Therefore each engine has a list of what it runs (`ENGINES`), and heads that need more are rejected.
 Tensors are copied bit by bit; only their names and the configuration change.
 """
 
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 
 from aquiline.checkpoints.eagle.gguf import is_gguf_head, write_gguf_head
-from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config, write_folder
+from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config
 from aquiline.checkpoints.eagle.speculators import speculators_config
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
+from aquiline.checkpoints.export.engines import ENGINES, FORMATS, refusals, sglang_ids
 from aquiline.checkpoints.export.openvino import convert_to_openvino
 from aquiline.checkpoints.open import open_head, stored_eagle
-from aquiline.drafters.eagle_network import DraftHead, HeadConfig
-from aquiline.targets.target import Feature, TargetShape, eagle3_layers
+from aquiline.drafters.eagle_network import DraftHead
+from aquiline.models.tensors import write_folder
+from aquiline.targets.target import TargetShape
 
 DRAFT_TOKENS = 3
 """Drafts a step in the serving snippets: what chains pay off with in busy servers."""
@@ -52,61 +54,6 @@ class ExportReport:
         return f"{self.path} ({self.format}): {', '.join(self.files)}{notes}\n\n{self.snippet}"
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """The heads that one engine can run, according to its source.
-
-    Attributes:
-        title: its name in messages.
-        eagle1: runs EAGLE-1/2 heads.
-        fc_bias: kinds of heads whose fc may have a bias.
-        qkv_bias: kinds whose q, k, v projections may have one.
-        flags: norm switches that it honours.
-        any_layers: more than one layer in an EAGLE-3 head.
-        own_embedding: uses an embedding in the checkpoint.
-        other_width: the head may be narrower or wider than its target.
-        any_features: features other than the default three.
-        any_count: a number of features other than three.
-        free_head_dim: head_dim other than hidden_size / heads.
-        ropes: scalings that it reads.
-    """
-
-    title: str
-    eagle1: bool = False
-    fc_bias: tuple[str, ...] = ()
-    qkv_bias: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    any_layers: bool = False
-    own_embedding: bool = True
-    other_width: bool = True
-    any_features: bool = True
-    any_count: bool = False
-    free_head_dim: bool = True
-    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
-
-
-_ALL_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_ENGINES = {
-    "safeailab": _Engine(
-        "the reference implementation (SafeAILab/EAGLE)",
-        eagle1=True,
-        fc_bias=("eagle",),
-        qkv_bias=("eagle",),
-        any_features=False,
-        free_head_dim=False,
-        ropes=("default",),
-    ),
-    "speculators": _Engine("speculators", flags=_ALL_FLAGS, any_layers=True, any_count=True),
-    "vllm": _Engine("vLLM", eagle1=True, qkv_bias=("eagle",), flags=_ALL_FLAGS, any_layers=True, any_count=True),
-    "sglang": _Engine("SGLang", eagle1=True, fc_bias=("eagle",), flags=("fc_norm", "norm_output")),
-    "gguf": _Engine(
-        "llama.cpp", flags=("norm_before_residual", "norm_before_fc"), ropes=("default", "linear", "llama3")
-    ),
-    "openvino": _Engine("OpenVINO GenAI", own_embedding=False, other_width=False),
-}
-FORMATS = tuple(_ENGINES)
-
-
 def export_head(
     head: str | Path | DraftHead,
     to: str,
@@ -132,7 +79,7 @@ def export_head(
         ValueError: if the engine cannot run this head; says why and which formats can. Also if `output` holds
             anything but an earlier export to this format, because foreign files are never overwritten.
     """
-    if to not in _ENGINES:
+    if to not in ENGINES:
         raise ValueError(f"unknown format {to!r}; allowed: {', '.join(FORMATS)}")
     output = Path(output).expanduser()
     _check_output(to, output, None if isinstance(head, DraftHead) else Path(head))
@@ -171,72 +118,7 @@ def _check_output(to: str, output: Path, head: Path | None) -> None:
 
 
 def _heading(to: str) -> str:
-    return f"# Draft head for {_ENGINES[to].title}\n"
-
-
-def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
-    """Why an engine cannot run a head; empty if it can."""
-    engine, config, layer = _ENGINES[to], stored.config, stored.config.layer
-    default = config.kind == "eagle" or config.features == _default_features(target)
-    unknown = [flag for flag in _ALL_FLAGS if getattr(config, flag) and flag not in engine.flags]
-    checks = [
-        (config.kind == "eagle" and not engine.eagle1, "it knows EAGLE-3 heads only, this is an EAGLE-1/2 head"),
-        (config.fc_bias and config.kind not in engine.fc_bias, "it silently ignores the bias of fc"),
-        (layer.qkv_bias and config.kind not in engine.qkv_bias, "it has no biases on q, k and v in this head"),
-        (layer.o_bias or layer.mlp_bias, "biases in the output projection or the MLP were never tried with it"),
-        (layer.qk_norm, "it has no norms on q and k in this head"),
-        (bool(unknown), f"it silently ignores {' and '.join(unknown)}"),
-        (config.kind == "eagle3" and config.num_layers > 1 and not engine.any_layers, "it runs one layer only"),
-        (stored.embedding is not None and not engine.own_embedding, "it always takes the target's embedding"),
-        (
-            config.hidden_size != config.target_hidden_size and not (engine.other_width and config.kind == "eagle3"),
-            "its head must be as wide as its target",
-        ),
-        (not default and not engine.any_features, f"it reads fixed layers, this head reads {config.features}"),
-        (
-            config.kind == "eagle3" and len(config.features) != 3 and not engine.any_count,
-            f"it reads three features, this head reads {len(config.features)}",
-        ),
-        (
-            layer.head_dim * layer.num_heads != layer.hidden_size and not engine.free_head_dim,
-            f"it derives head_dim as hidden_size / heads, this head has {layer.head_dim}",
-        ),
-        (layer.rope.kind not in engine.ropes, f"it does not read {layer.rope.kind!r} rope scaling"),
-        (layer.activation != "silu", f"it runs silu only, this head has {layer.activation}"),
-        (to in ("gguf", "openvino") and stored.dtype == torch.float64, "it runs float32 at most, this head is float64"),
-        (
-            to == "openvino" and config.kind == "eagle3" and not _ascending_outputs(config.features),
-            f"it reads outputs of layers in their order, this head reads {config.features}",
-        ),
-    ]
-    reasons = [f"{engine.title}: {text}" for applies, text in checks if applies]
-    return reasons + (_sglang_ids(config.features, target)[1] if to == "sglang" and config.kind == "eagle3" else [])
-
-
-def _default_features(target: TargetShape) -> tuple[Feature, ...] | None:
-    return eagle3_layers(target.num_layers) if target.num_layers >= 7 else None
-
-
-def _ascending_outputs(features: tuple[Feature, ...]) -> bool:
-    """True for features that are outputs of layers, the lower ones first."""
-    ids = [int(feature) for feature in features]
-    return ids[0] >= 1 and ids == sorted(ids)
-
-
-def _sglang_ids(features: tuple[Feature, ...], target: TargetShape) -> tuple[list[int] | None, list[str]]:
-    """Layer ids in SGLang's reading: outputs if the first is 1, else boundaries."""
-    if features == _default_features(target):
-        return None, []
-    ids = [int(feature) for feature in features]
-    if ids[0] == 2:
-        return [i - 1 for i in ids], []
-    if ids[0] == 1:
-        return None, ["SGLang: it would read a list of layers that starts with 1 as one layer further up"]
-    return ids, []
-
-
-def _eagle_settings(config: HeadConfig) -> dict[str, Any]:
-    return {"method": "eagle3" if config.kind == "eagle3" else "eagle", "num_speculative_tokens": DRAFT_TOKENS}
+    return f"# Draft head for {ENGINES[to].title}\n"
 
 
 def _write(
@@ -256,11 +138,8 @@ def _finish(to: str, folder: Path, files: tuple[str, ...], snippet: str, notes: 
 
 
 def _safeailab(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
-    config = llama_config(stored.config, stored.dtype)
-    # The reference is the one reader that means the fc by `bias`, and makes one up where it is absent.
-    config["bias"] = stored.config.fc_bias
-    if stored.config.layer.qkv_bias:
-        config["qkv_bias"] = True
+    # Only the reference takes `bias` for that of the fc; without the key it adds a random one.
+    config = llama_config(stored.config, stored.dtype) | {"bias": stored.config.fc_bias}
     if stored.embedding is not None:
         # With this key, the reference takes the embedding from the checkpoint.
         config["target_hidden_size"] = stored.config.target_hidden_size
@@ -281,8 +160,6 @@ def _speculators(stored: StoredHead, output: Path, target: TargetShape, name: st
 def vllm_config(stored: StoredHead) -> dict[str, Any]:
     """Returns config.json as vLLM reads it."""
     config = llama_config(stored.config, stored.dtype)
-    if stored.config.layer.qkv_bias:
-        config["qkv_bias"] = True
     if stored.config.kind == "eagle3":
         config["eagle_aux_hidden_state_layer_ids"] = list(stored.config.features)
         config["num_aux_hidden_states"] = len(stored.config.features)
@@ -291,8 +168,8 @@ def vllm_config(stored: StoredHead) -> dict[str, Any]:
 
 def _vllm(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
     config = vllm_config(stored)
-    settings = json.dumps({"model": str(output), **_eagle_settings(stored.config)})
-    snippet = f"vllm serve {shlex.quote(name)} --speculative-config {shlex.quote(settings)}"
+    settings = {"model": str(output), "method": stored.config.kind, "num_speculative_tokens": DRAFT_TOKENS}
+    snippet = f"vllm serve {shlex.quote(name)} --speculative-config {shlex.quote(json.dumps(settings))}"
     notes = (
         "vLLM drafts chains only. Always give the method: without it, it is guessed from the folder's name.",
         "Plain and speculative text are equal token for token in float32; in bfloat16 near-ties may differ.",
@@ -312,7 +189,7 @@ def _sglang(stored: StoredHead, output: Path, target: TargetShape, name: str, _:
             stored = replace(stored, tensors={**stored.tensors, "fc.bias": zeros})
             notes += ("fc.bias is written as zeros: SGLang's fc always has a bias and would fill it with noise.",)
     else:
-        ids = _sglang_ids(stored.config.features, target)[0]
+        ids = sglang_ids(stored.config.features, target)[0]
         if ids is not None:
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
             notes += (f"Layer ids {ids} are as SGLang reads them since May 2026 (pull request 25454).",)

@@ -8,9 +8,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config, write_folder
+from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config
 from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.models.files import filling
+from aquiline.models.tensors import write_folder
 
 _GRAPH = "openvino_model.xml"
 _EAGLE3_MARK = '<eagle3_mode value="True" />'
