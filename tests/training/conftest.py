@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aquiline.models.embedded import fetch_embedded
-from aquiline.training.data.prepare import load_tokenizer
+from aquiline.training.data.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="session")

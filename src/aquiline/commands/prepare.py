@@ -17,6 +17,7 @@ from aquiline.commands.common import add_setting_options, add_template_options, 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     from aquiline.checks import meanings
+    from aquiline.training.data.replies import RegenerateSettings
     from aquiline.training.settings import PrepareSettings
 
     parser.add_argument("sources", nargs="+", help="ShareGPT JSON, messages JSONL(.gz), Parquet, Arrow, dataset names")
@@ -34,20 +35,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", default="smollm2", help="served model (with --endpoint; default: smollm2)")
     group.add_argument(
-        "--in-flight", type=int, default=32, help="requests at the same time (with --endpoint; ≥ 1; default: 32)"
-    )
-    group.add_argument(
-        "--rows", type=int, default=64, help="conversations answered together by the local engine (≥ 1; default: 64)"
-    )
-    group.add_argument(
         "--temperature",
         type=float,
         action="append",
         help="0 is greedy; repeat it for an even mixture (≥ 0; default: 0 and 0.8)",
     )
     group.add_argument("--max-new-tokens", type=int, default=384, help="budget of an answer (tokens ≥ 1; default: 384)")
-    group.add_argument("--max-turns", type=int, help="most turns of a conversation to answer (≥ 1; default: all)")
-    group.add_argument("--seed", type=int, default=0, help="seed of sampled answers (default: 0)")
+    add_setting_options(group, RegenerateSettings, set(meanings(RegenerateSettings)) - {"limit"})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,23 +87,20 @@ def _print(report: Any, as_json: bool) -> None:
 
 def _regenerate(arguments: argparse.Namespace) -> int:
     from aquiline.training.data.regenerate import regenerate
-    from aquiline.training.data.replies import ReplySampling
+    from aquiline.training.data.replies import RegenerateSettings, ReplySampling
 
     temperatures = arguments.temperature or [0.0, 0.8]
-    mixture = [(ReplySampling(t, 1.0, arguments.max_new_tokens), 1.0) for t in temperatures]
-    local = arguments.endpoint is None
-    report = regenerate(
-        arguments.sources,
-        arguments.output,
-        _local(arguments) if local else _endpoint(arguments),
-        mixture=mixture,
-        batch_size=arguments.rows if local else 1,
-        in_flight=1 if local else arguments.in_flight,
-        max_turns=arguments.max_turns,
-        limit=arguments.limit,
-        seed=arguments.seed,
-        progress=None if arguments.quiet else _show,
-    )
+    mixture = tuple((ReplySampling(t, 1.0, arguments.max_new_tokens), 1.0) for t in temperatures)
+    given = {"mixture": mixture, **given_settings(arguments, RegenerateSettings)}
+    RegenerateSettings(**given)  # rejects a bad one before a model is loaded
+    if arguments.endpoint is None:
+        rows = given.setdefault("batch_size", 64)
+        complete, given["in_flight"] = _local(arguments, rows), 1
+    else:
+        given.setdefault("in_flight", 32)
+        complete, given["batch_size"] = _endpoint(arguments), 1
+    progress = None if arguments.quiet else _show
+    report = regenerate(arguments.sources, arguments.output, complete, progress=progress, **given)
     if not arguments.quiet:
         print(file=sys.stderr)
     _print(report, arguments.json)
@@ -129,37 +120,31 @@ def _endpoint(arguments: argparse.Namespace) -> Any:
     return Endpoint(arguments.endpoint, arguments.model, os.environ.get("OPENAI_API_KEY"))
 
 
-def _local(arguments: argparse.Namespace) -> Any:
+def _local(arguments: argparse.Namespace, rows: int) -> Any:
     """A `Complete` that answers with our own engine, all requests of a call in one batch."""
+    from aquiline.engine.generate import generate_requests
+    from aquiline.engine.request import Request
+    from aquiline.engine.text import encode_prompt
     from aquiline.loading import load
     from aquiline.sampling import SamplingParams
     from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 
     settings = template_settings(arguments)
     # Large batches are bound by arithmetic: a draft would only add to it.
-    loaded = load(arguments.target, None, max_rows=arguments.rows)
+    loaded = load(arguments.target, None, max_rows=rows)
+    limit = loaded.target.shape.max_positions
 
     def complete(requests: Sequence[ReplyRequest], sampling: ReplySampling) -> list[Reply]:
-        from aquiline.engine.generate import generate_requests
-        from aquiline.engine.request import Request
-        from aquiline.engine.text import encode_prompt
-
-        kept, prepared = [], []
-        limit = loaded.target.shape.max_positions
+        replies = [Reply("", False, f"history longer than the context of {limit} tokens") for _ in requests]
+        prepared = {}
         for index, request in enumerate(requests):
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             tokens = encode_prompt(loaded.engine.tokenizer, messages, chat_template_kwargs=settings)
             if len(tokens) + sampling.max_new_tokens <= limit:
-                params = SamplingParams(
-                    max_new_tokens=sampling.max_new_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    seed=request.seed,
-                )
-                kept.append(index)
-                prepared.append(Request(tokens, params))
-        replies = [Reply("", False, f"history longer than the context of {limit} tokens") for _ in requests]
-        for index, output in zip(kept, generate_requests(loaded.engine, prepared), strict=True):
+                params = SamplingParams(**dataclasses.asdict(sampling), seed=request.seed)
+                prepared[index] = Request(tokens, params)
+        outputs = generate_requests(loaded.engine, list(prepared.values()))
+        for index, output in zip(prepared, outputs, strict=True):
             if output.error is not None:
                 raise output.error
             replies[index] = Reply(output.text, output.finish_reason != "length")

@@ -65,7 +65,7 @@ def _check_tokenizer(target: Path, sets: Sequence[TrainingSet]) -> None:
     prepared = [part for part in sets if re.fullmatch("[0-9a-f]{64}", str(part.manifest.get("tokenizer_hash")))]
     if not prepared:
         return
-    from aquiline.training.data.prepare import load_tokenizer, tokenizer_hash
+    from aquiline.training.data.tokens import load_tokenizer, tokenizer_hash
 
     own = tokenizer_hash(load_tokenizer(target))
     for path in dict.fromkeys(part.path for part in prepared):

@@ -1,4 +1,4 @@
-"""What a record holds is used, counted or a reason to refuse it."""
+"""Every field of a record is used, counted, or a reason to refuse the record."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from aquiline.training.data.conversations import (
+    LEADING_DROPPED,
     NO_LOSS,
     ROLES,
-    UNSUPPORTED,
+    TRAILING_DROPPED,
     Conversation,
-    Message,
     Refusal,
     read_conversations,
 )
+from aquiline.training.data.messages import EMPTY_TURN, NO_CONVERSATION, UNSUPPORTED, Message
+from tests.training.data.talks import TALKS, as_messages, contents, lines, turns
 
 
 def read(record: Any, folder: Path) -> Conversation | Refusal:
@@ -177,3 +179,71 @@ def test_other_records_are_refused_with_the_field(case: str, tmp_path: Path) -> 
     record, reason, words = COUNTED[case]
     item = read(record, tmp_path)
     assert isinstance(item, Refusal) and item.reason == reason and words in item.detail, item
+
+
+def test_alpaca_records(tmp_path: Path) -> None:
+    records = [
+        {"instruction": "Translate to French.", "input": "Good day", "output": "Bonjour"},
+        {"instruction": "Name a colour.", "input": "", "output": "Blue", "system": "Be brief."},
+    ]
+    (tmp_path / "alpaca.json").write_text(json.dumps(records))
+    assert contents(list(read_conversations(tmp_path / "alpaca.json"))) == [
+        [("user", "Translate to French.\n\nGood day"), ("assistant", "Bonjour")],
+        [("system", "Be brief."), ("user", "Name a colour."), ("assistant", "Blue")],
+    ]
+
+
+UNUSABLE: list[tuple[Any, str, str]] = [
+    (turns("user", "user", "assistant"), ROLES, "turn 2 is user, expected assistant"),
+    (turns("user", "assistant", "assistant"), ROLES, "turn 3 is assistant, expected user"),
+    (turns("user", "system", "assistant"), ROLES, "turn 2 is system"),
+    (turns("user", "assistant", "system"), ROLES, "turn 3 is system"),
+    (turns("system", "assistant"), NO_CONVERSATION, "no user turn with an answer"),
+    (turns("user"), NO_CONVERSATION, "no user turn with an answer"),
+    (turns(), NO_CONVERSATION, "no user turn"),
+    (turns("user", "oracle"), UNSUPPORTED, "'oracle'; allowed: assistant"),
+    ({"messages": "hello"}, NO_CONVERSATION, "'messages' is str, not a list"),
+    ({"messages": ["hello"]}, NO_CONVERSATION, "turn 1 is str"),
+    ({"chosen": "hello"}, NO_CONVERSATION, "keys: chosen"),
+    ({}, NO_CONVERSATION, "keys: none"),
+    ([1], NO_CONVERSATION, "the record is list"),
+    (None, NO_CONVERSATION, "the record is null"),
+    ({"instruction": "x", "output": " \n"}, EMPTY_TURN, "turn 2 (assistant) is empty"),
+    ({"instruction": "x", "output": None}, EMPTY_TURN, "turn 2 has no content"),
+    ({"instruction": "x", "output": 3}, UNSUPPORTED, "turn 2's content is int"),
+    ({"instruction": "x", "output": "\ud83d"}, "invalid Unicode", "turn 2 holds half"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        UNSUPPORTED,
+        "parts that are not text",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        UNSUPPORTED,
+        "turn 1 calls tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "reason", "words"), UNUSABLE)
+def test_unusable_records_are_named(record: Any, reason: str, words: str, tmp_path: Path) -> None:
+    good = as_messages(TALKS[0])
+    (tmp_path / "talks.jsonl").write_text(lines([good, record, good]))
+    first, refusal, last = read_conversations(tmp_path / "talks.jsonl")
+    assert isinstance(first, Conversation) and isinstance(last, Conversation)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.index, refusal.reason) == (2, reason)
+    assert words in refusal.detail
+    assert str(refusal).startswith("talks.jsonl, record 2: ")
+
+
+def test_half_exchanges_at_the_ends_are_dropped_and_said(tmp_path: Path) -> None:
+    (tmp_path / "talks").write_text(
+        lines([turns("assistant", "user", "assistant"), turns("system", "user", "assistant", "user")])
+    )
+    first, second = read_conversations(tmp_path / "talks")
+    assert isinstance(first, Conversation) and isinstance(second, Conversation)
+    assert [m.role for m in first.messages] == ["user", "assistant"]
+    assert first.adjusted == (LEADING_DROPPED,)
+    assert [m.role for m in second.messages] == ["system", "user", "assistant"]
+    assert second.adjusted == (TRAILING_DROPPED,)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from aquiline.training.data.conversations import Conversation, Message, read_conversations
+from aquiline.training.data.conversations import Conversation, read_conversations
 from aquiline.training.data.endpoint import Endpoint
+from aquiline.training.data.messages import Message
 from aquiline.training.data.regenerate import EMPTY_REPLY, REJECTED, regenerate
 from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 from tests.training.chat_server import ChatServer

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AddedToken
 
-from aquiline.training.data.conversations import Conversation, Message
-from aquiline.training.data.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
+from aquiline.training.data.conversations import Conversation
+from aquiline.training.data.masks import ChatRenderer, Rendered
+from aquiline.training.data.messages import Message
+from aquiline.training.data.scaffold import NotFound
+from aquiline.training.data.tokens import assistant_tokens
 from tests.training.chat_templates import CHATML, FAMILIES, NO_END_OF_TURN, OPENS_THOUGHT, QWEN3, QWEN3_FIELDS, TOOLS
 
 ANSWERS = [

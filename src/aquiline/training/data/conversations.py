@@ -7,71 +7,30 @@ conversation is used, counted in `Conversation.adjusted`, or a reason to refuse 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aquiline.training.data.messages import (
+    EMPTY_TURN,
+    NO_CONVERSATION,
+    UNSUPPORTED,
+    Message,
+    kind_of,
+    parse_message,
+    text_of,
+)
 from aquiline.training.data.sources import Unusable, read_records
 
-NO_CONVERSATION = "no conversation"
 ROLES = "roles out of order"
-EMPTY_TURN = "empty turn"
-UNSUPPORTED = "unsupported content"
-BAD_TEXT = "invalid Unicode"
 NO_LOSS = "no answer with loss"
-
 LEADING_DROPPED = "leading assistant turn dropped"
 TRAILING_DROPPED = "trailing user turn dropped"
 
-_ROLE_NAMES = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
+_KEPT = 20
 _TURNS = ("messages", "conversations", "conversation")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_WEIGHTS = ("weight", "train", "loss")
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn.
-
-    Attributes:
-        role: system, user, assistant or tool.
-        content: plain text.
-        reasoning: the thoughts before an assistant's content, where the record keeps them apart.
-        tool_calls: the calls of an assistant's turn as JSON text (a list in OpenAI's form), or "".
-        trained: False for an assistant's turn without loss.
-    """
-
-    role: str
-    content: str
-    reasoning: str = ""
-    tool_calls: str = ""
-    trained: bool = True
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the turn in the form that chat templates and servers take."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.reasoning:
-            turn["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            turn["tool_calls"] = json.loads(self.tool_calls)
-        return turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +73,20 @@ class Refusal:
         return f"{self.source}, record {self.index}: {self.reason} ({self.detail})"
 
 
+@dataclass
+class Refusals:
+    """Refusals counted by reason, and the messages of the first twenty."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: list[str] = field(default_factory=list)
+
+    def add(self, refusal: Refusal) -> None:
+        """Counts a refusal."""
+        self.counts[refusal.reason] += 1
+        if len(self.first) < _KEPT:
+            self.first.append(str(refusal))
+
+
 def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
     """Streams a source's records as conversations or refusals, in order, in constant memory.
 
@@ -149,20 +122,20 @@ def _conversation(record: Any, name: str, index: int) -> Conversation:
     if isinstance(record, list) and record and isinstance(record[0], Mapping):
         record = {"messages": record}
     if not isinstance(record, Mapping):
-        raise Unusable(NO_CONVERSATION, f"the record is {_kind(record)}, not an object")
+        raise Unusable(NO_CONVERSATION, f"the record is {kind_of(record)}, not an object")
     record = {key: value for key, value in record.items() if value is not None}
     settings = record.get("chat_template_kwargs", {})
     if not isinstance(settings, Mapping):
-        raise Unusable(UNSUPPORTED, f"'chat_template_kwargs' is {_kind(settings)}, not an object")
+        raise Unusable(UNSUPPORTED, f"'chat_template_kwargs' is {kind_of(settings)}, not an object")
     common: dict[str, Any] = {"source": name, "index": index, "chat_template_kwargs": settings, "tools": _tools(record)}
     finished = record.get("finished", True)
     if not isinstance(finished, bool):
         raise Unusable(UNSUPPORTED, f"'finished' is {finished!r}; allowed: true or false")
     if isinstance(record.get("text"), str) and not any(record.get(key) for key in (*_TURNS, "instruction", "prompt")):
-        return Conversation((), text=_text(record["text"], 1), finished=finished, **common)
+        return Conversation((), text=text_of(record["text"], 1), finished=finished, **common)
     turns = _turns(record)
     system = next((record[key] for key in ("system", "system_prompt") if record.get(key)), None)
-    if system and (not turns or turns[0].role != "system") and (text := _text(system, 0)).strip():
+    if system and (not turns or turns[0].role != "system") and (text := text_of(system, 0)).strip():
         turns.insert(0, Message("system", text))
     adjusted = _trim(turns)
     # A dropped trailing user turn proves that the answer before it was complete.
@@ -188,7 +161,7 @@ def _turns(record: Mapping[str, Any]) -> list[Message]:
     lists = [(key, record[key]) for key in _TURNS if key in record]
     for key, turns in sorted(lists, key=lambda pair: pair[1] in ([], ())):
         if not isinstance(turns, Sequence) or isinstance(turns, str):
-            raise Unusable(NO_CONVERSATION, f"{key!r} is {_kind(turns)}, not a list")
+            raise Unusable(NO_CONVERSATION, f"{key!r} is {kind_of(turns)}, not a list")
         if turns or not {"instruction", "prompt"} & record.keys():
             return [parse_message(turn, number) for number, turn in enumerate(turns, 1)]
     if "instruction" in record:
@@ -208,85 +181,19 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
     for pair in history if isinstance(history, Sequence) else (history,):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise Unusable(UNSUPPORTED, "'history' is not a list of [question, answer]")
-        turns += [Message("user", _text(pair[0], 1)), Message("assistant", _text(pair[1], 2))]
-    question = _text(record["instruction"], len(turns) + 1)
-    extra = _text(record.get("input") or "", len(turns) + 1)
+        turns += [Message("user", text_of(pair[0], 1)), Message("assistant", text_of(pair[1], 2))]
+    question = text_of(record["instruction"], len(turns) + 1)
+    extra = text_of(record.get("input") or "", len(turns) + 1)
     if extra.strip():
         question = f"{question}\n\n{extra}"
-    return [*turns, Message("user", question), Message("assistant", _text(record.get("output"), len(turns) + 2))]
+    return [*turns, Message("user", question), Message("assistant", text_of(record.get("output"), len(turns) + 2))]
 
 
 def _side(value: Any, role: str, number: int) -> list[Message]:
     """One side of a prompt/completion record: a text, or messages."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [parse_message(turn, number + offset) for offset, turn in enumerate(value)]
-    return [Message(role, _text(value, number))]
-
-
-def parse_message(turn: object, number: int) -> Message:
-    """Reads a turn of a record or of a server's answer.
-
-    Raises:
-        Unusable: the `number`-th turn has no known role, or holds something that cannot be used.
-    """
-    if not isinstance(turn, Mapping):
-        raise Unusable(NO_CONVERSATION, f"turn {number} is {_kind(turn)}, not an object")
-    turn = {key: value for key, value in turn.items() if value is not None}
-    name = turn.get("role", turn.get("from"))
-    role = _ROLE_NAMES.get(name.lower()) if isinstance(name, str) else None
-    if role is None:
-        allowed = ", ".join(sorted(_ROLE_NAMES))
-        raise Unusable(UNSUPPORTED, f"turn {number} has the role {name!r}; allowed: {allowed}")
-    calls = _tool_calls(turn, number)
-    content = turn.get("content", turn.get("value"))
-    reasoning, content = _reasoning(turn, content, number)
-    if content is None and (calls or reasoning):
-        content = ""
-    if role != "assistant" and (reasoning or calls):
-        raise Unusable(
-            UNSUPPORTED, f"turn {number} ({role}) holds reasoning or tool calls, which only an assistant has"
-        )
-    return Message(role, _text(content, number), reasoning, calls, _trained(turn, number))
-
-
-def _reasoning(turn: Mapping[str, Any], content: Any, number: int) -> tuple[str, Any]:
-    """Returns the thoughts of a turn, and its content without parts that hold thoughts."""
-    thoughts = [turn[key] for key in _REASONING if turn.get(key)]
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        apart = [p for p in content if isinstance(p, Mapping) and p.get("type") in ("thinking", "reasoning")]
-        thoughts += [part.get("thinking") or part.get("reasoning") or part.get("text") for part in apart]
-        content = [part for part in content if part not in apart]
-    if not all(isinstance(thought, str) for thought in thoughts):
-        raise Unusable(UNSUPPORTED, f"turn {number} holds reasoning that is not text")
-    return _text("".join(dict.fromkeys(thoughts)), number), content
-
-
-def _trained(turn: Mapping[str, Any], number: int) -> bool:
-    weights = {key: turn[key] for key in _WEIGHTS if key in turn}
-    for key, weight in weights.items():
-        if weight not in (0, 1):
-            raise Unusable(UNSUPPORTED, f"turn {number} has the {key} {weight!r}; allowed: 0 (no loss) or 1")
-    return all(weights.values())
-
-
-def _tool_calls(turn: Mapping[str, Any], number: int) -> str:
-    """Returns a turn's tool calls as JSON text, with their arguments as objects."""
-    given = turn.get("tool_calls") or ([{"function": turn["function_call"]}] if turn.get("function_call") else [])
-    calls = []
-    for call in given if isinstance(given, Sequence) and not isinstance(given, str) else [given]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise Unusable(UNSUPPORTED, f"turn {number} calls tools without a function name")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise Unusable(UNSUPPORTED, f"turn {number} calls a tool with arguments that are not JSON") from error
-        calls.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
-        if isinstance(call.get("id"), str):
-            calls[-1]["id"] = call["id"]
-    return json.dumps(calls, ensure_ascii=False) if calls else ""
+    return [Message(role, text_of(value, number))]
 
 
 def _tools(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -298,23 +205,6 @@ def _tools(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise Unusable(UNSUPPORTED, "'tools' is not a list of objects")
     return tuple(tools)
-
-
-def _text(content: object, number: int) -> str:
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise Unusable(UNSUPPORTED, f"turn {number} holds parts that are not text")
-        content = "".join(parts)  # type: ignore[arg-type]
-    if content is None:
-        raise Unusable(EMPTY_TURN, f"turn {number} has no content")
-    if not isinstance(content, str):
-        raise Unusable(UNSUPPORTED, f"turn {number}'s content is {_kind(content)}, not text")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise Unusable(BAD_TEXT, f"turn {number} holds half a surrogate pair") from error
-    return content
 
 
 def _check(turns: Sequence[Message], start: int) -> None:
@@ -334,7 +224,3 @@ def _check(turns: Sequence[Message], start: int) -> None:
         raise Unusable(ROLES, f"turn {len(turns)} is tool, expected assistant after it")
     if not any(turn.trained for turn in turns if turn.role == "assistant"):
         raise Unusable(NO_LOSS, "every answer has the weight 0")
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__

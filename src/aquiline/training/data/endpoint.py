@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
-from aquiline.training.data.conversations import EMPTY_TURN, parse_message
+from aquiline.training.data.messages import EMPTY_TURN, parse_message
 from aquiline.training.data.replies import Reply, ReplyRequest, ReplySampling
 from aquiline.training.data.sources import Unusable
 

@@ -1,4 +1,4 @@
-"""`prepare`: turns conversations into a training set with the target's own template and tokenizer.
+"""Turns conversations into a training set with the target's own template and tokenizer.
 
 Records are streamed: read, render with the chat template, find the assistant's characters, tokenise
 in batches, map the characters to tokens, split, write. Memory holds one batch. The output folder
@@ -10,31 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from aquiline.models.files import locked
-from aquiline.training.data.conversations import Conversation, Message, Refusal, read_conversations
-from aquiline.training.data.dataset import (
-    FORMAT,
-    SplitCounts,
-    SplitWriter,
-    TokenisedConversation,
-    TrainingSet,
-    appearing_whole,
-    open_training_set,
-)
-from aquiline.training.data.identity import conversation_id, in_validation
-from aquiline.training.data.masks import ChatRenderer, NotFound, Rendered, assistant_tokens
+from aquiline.training.data.conversations import Conversation, Refusal, read_conversations
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, appearing_whole
+from aquiline.training.data.masks import ChatRenderer, Rendered
+from aquiline.training.data.messages import Message, conversation_id, in_validation
+from aquiline.training.data.scaffold import NotFound
+from aquiline.training.data.sources import Unusable
 from aquiline.training.data.tally import PrepareReport, Tally, progress_line
 from aquiline.training.data.tokens import (
     CHARACTERS_PER_TOKEN,
+    Encoded,
+    assistant_tokens,
     check_ids,
     encode_all,
     known_ids,
@@ -42,17 +37,6 @@ from aquiline.training.data.tokens import (
     tokenizer_hash,
 )
 from aquiline.training.settings import PrepareSettings
-
-__all__ = [
-    "PrepareReport",
-    "TrainingSet",
-    "conversation_id",
-    "in_validation",
-    "load_tokenizer",
-    "open_training_set",
-    "prepare",
-    "tokenizer_hash",
-]
 
 NOT_VERBATIM = "assistant turn not found verbatim"
 SPECIAL_TOKEN = "special token in the text"
@@ -76,9 +60,20 @@ class _Ready:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The turns; of a preformatted text, what precedes its first answer and the rest."""
+        """The turns; of a preformatted text, the text before its first answer and the rest."""
         text, first = self.rendered.text, self.rendered.spans[0][0]
         return self.conversation.messages or (Message("user", text[:first]), Message("assistant", text[first:]))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Sources, and how their conversations become tokens; `vocabulary`: ids that the target knows, if known."""
+
+    names: Sequence[str | Path]
+    tokenizer: Any
+    renderer: ChatRenderer
+    settings: PrepareSettings
+    vocabulary: int | None
 
 
 def prepare(
@@ -86,65 +81,43 @@ def prepare(
     target_path: str | Path,
     output: str | Path,
     *,
-    max_length: int,
-    overlong: Literal["truncate", "drop"] = "truncate",
-    validation_fraction: float = 0.02,
-    strict: bool = False,
-    limit: int | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: bool = False,
+    **settings: Any,
 ) -> PrepareReport:
     """Tokenises conversations with the target's chat template into a training set.
 
-    The loss mask is True exactly on the assistant's tokens, including each turn's end-of-turn token
-    (see `aquiline.training.data.masks`). A conversation goes to validation if a hash of its first
-    user turn falls below `validation_fraction`, so all answers to a prompt, from any source and run,
-    are in the same split.
+    The loss mask is True exactly on the assistant's tokens, each turn's end-of-turn token included. A hash of the
+    first user turn decides the split, so all answers to a prompt, from any source and run, are in the same one.
 
     Args:
         sources: files or dataset names, see `read_conversations`.
         target_path: folder with the target's tokenizer.
         output: folder to create; appears only when complete.
-        max_length: longest conversation in tokens, ≥ 8.
-        overlong: "truncate" longer conversations at `max_length`, or "drop" them; both are counted.
-        validation_fraction: share of prompts held out, in [0, 1).
-        strict: raise an error at the first unusable record instead of counting it.
-        limit: stop after this many conversations.
         chat_template: replaces the tokenizer's own template.
-        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``; a record's
-            ``chat_template_kwargs`` take precedence.
+        chat_template_kwargs: variables of the template; a record's ``chat_template_kwargs`` take precedence.
         overwrite: replace an existing `output`.
         progress: show a progress line.
-
-    Returns:
-        The counts, which the folder's manifest also holds.
+        settings: fields of `PrepareSettings`, such as ``max_length=512``.
 
     Raises:
-        ValueError: for an invalid setting or source, a tokenizer without character offsets or
-            template, an existing output, no usable conversation, or, with `strict`, an unusable
-            record.
+        ValueError: for an invalid setting or source, a tokenizer without character offsets or template, an existing
+            output, no usable conversation, or, with `strict`, an unusable record.
     """
-    started = time.monotonic()
-    settings = PrepareSettings(max_length, overlong, validation_fraction, strict, limit)
-    names = [sources] if isinstance(sources, str | Path) else list(sources)
-    output = Path(output)
+    names, output = [sources] if isinstance(sources, str | Path) else list(sources), Path(output)
+    chosen = PrepareSettings(**settings)
     _check_output(output, overwrite)
     tokenizer = load_tokenizer(target_path)
     renderer = ChatRenderer(tokenizer, chat_template, chat_template_kwargs)
-    vocabulary = known_ids(Path(target_path))
+    job = _Job(names, tokenizer, renderer, chosen, known_ids(Path(target_path)))
     with locked(output), appearing_whole(output) as partial:
         _check_output(output, overwrite)  # another run may have made it in the meantime
-        manifest = _manifest(names, tokenizer, renderer, settings)
-        if chat_template_kwargs:
-            manifest["chat_template_kwargs"] = dict(chat_template_kwargs)
-        if chat_template_kwargs:
-            manifest["chat_template_kwargs"] = dict(chat_template_kwargs)
-        manifest["counts"] = _write(names, tokenizer, renderer, settings, vocabulary, partial, progress)
-        text = json.dumps(manifest, indent=2, ensure_ascii=False)
-        (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
-    return _report(output, manifest["counts"], time.monotonic() - started)
+        report = _write(job, output, partial, progress)
+        manifest = json.dumps(_manifest(job, report, chat_template_kwargs or {}), indent=2, ensure_ascii=False)
+        (partial / "manifest.json").write_text(manifest + "\n", encoding="utf-8")
+    return report
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -154,21 +127,20 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"{output} is a file, and a training set is a folder; choose another output")
 
 
-def _manifest(
-    names: Sequence[str | Path], tokenizer: Any, renderer: ChatRenderer, settings: PrepareSettings
-) -> dict[str, Any]:
-    """Returns a training set's manifest without its counts."""
-    return {
+def _manifest(job: _Job, report: PrepareReport, template_settings: Mapping[str, Any]) -> dict[str, Any]:
+    manifest = {
         "format": FORMAT,
-        "sources": [_describe(name) for name in names],
-        "tokenizer_hash": tokenizer_hash(tokenizer),
-        "template_hash": hashlib.sha256(renderer.template.encode()).hexdigest(),
-        "settings": asdict(settings),
+        "sources": [_describe(name) for name in job.names],
+        "tokenizer_hash": tokenizer_hash(job.tokenizer),
+        "template_hash": hashlib.sha256(job.renderer.template.encode()).hexdigest(),
+        "settings": asdict(job.settings),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("transformers", "tokenizers", "pyarrow")},
         },
+        "counts": {name: count for name, count in asdict(report).items() if name not in ("output", "seconds")},
     }
+    return manifest | ({"chat_template_kwargs": dict(template_settings)} if template_settings else {})
 
 
 def _describe(source: str | Path) -> dict[str, Any]:
@@ -182,112 +154,89 @@ def _describe(source: str | Path) -> dict[str, Any]:
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _write(
-    names: Sequence[str | Path],
-    tokenizer: Any,
-    renderer: ChatRenderer,
-    settings: PrepareSettings,
-    vocabulary: int | None,
-    partial: Path,
-    progress: bool,
-) -> dict[str, Any]:
-    """Writes both splits and the refusals into ``partial``; return the manifest's counts."""
+def _write(job: _Job, output: Path, partial: Path, progress: bool) -> PrepareReport:
+    """Writes both splits and the refusals into `partial`."""
     with (
         SplitWriter(partial / "train.arrow") as train,
         SplitWriter(partial / "validation.arrow") as validation,
-        (partial / "refused.jsonl").open("w", encoding="utf-8") as refusals,
+        (partial / "refused.jsonl").open("w", encoding="utf-8") as listed,
         progress_line(progress) as show,
     ):
-        tally = Tally(settings.strict, refusals)
-        ready = _rendered(names, renderer, tally)
-        for item, example in _tokenised(ready, tokenizer, settings, tally):
-            check_ids(example, tokenizer, vocabulary)
-            held_out = in_validation(item.messages, settings.validation_fraction)
+        tally = Tally(job.settings.strict, listed)
+        for item, example in _tokenised(job, tally):
+            check_ids(example, job.tokenizer, job.vocabulary)
+            held_out = in_validation(item.messages, job.settings.validation_fraction)
             (validation if held_out else train).add(example)
             tally.kept += 1
             tally.tokens += len(example.input_ids)
             show(tally)
-            if tally.kept == settings.limit:
+            if tally.kept == job.settings.limit:
                 break
     if not tally.kept:
-        reasons = "; ".join(tally.first_refusals[:3]) or "the sources hold no records"
-        raise ValueError(f"no usable conversation in {', '.join(map(str, names))}: {reasons}")
-    return {
-        "records": tally.records,
-        "train": asdict(train.counts),
-        "validation": asdict(validation.counts),
-        "refused": dict(tally.refused),
-        "adjusted": dict(tally.adjusted),
-        "first_refusals": tally.first_refusals,
-    }
+        reasons = "; ".join(tally.refused.first[:3]) or "the sources hold no records"
+        raise ValueError(f"no usable conversation in {', '.join(map(str, job.names))}: {reasons}")
+    return tally.report(output, train.counts, validation.counts)
 
 
-def _rendered(names: Iterable[str | Path], renderer: ChatRenderer, tally: Tally) -> Iterator[_Ready]:
-    for name in names:
+def _rendered(job: _Job, tally: Tally) -> Iterator[_Ready]:
+    for name in job.names:
         for item in read_conversations(name):
             tally.records += 1
             if isinstance(item, Refusal):
                 tally.refuse(item)
                 continue
-            where = item.source, item.index
-            # The tokenizer would turn it into the token itself, which could end or open a turn.
-            special = renderer.special_token_in(item.messages)
-            if special:
-                tally.refuse(Refusal(*where, SPECIAL_TOKEN, special))
-                continue
             try:
-                rendered = renderer.render(item)
-            except NotFound as error:
-                tally.refuse(Refusal(*where, NOT_VERBATIM, str(error)))
+                rendered = _render(item, job.renderer)
+            except Unusable as error:
+                tally.refuse(Refusal(item.source, item.index, error.reason, error.detail))
                 continue
             tally.adjusted.update(item.adjusted)
-            if not item.finished:
-                tally.adjusted[UNFINISHED] += 1
-            if rendered.context:
-                tally.adjusted[CONTEXT_ONLY] += rendered.context
+            # Adds nothing for 0, not even the key.
+            tally.adjusted += {UNFINISHED: int(not item.finished), CONTEXT_ONLY: rendered.context}
             yield _Ready(item, rendered)
 
 
-def _tokenised(
-    ready: Iterable[_Ready], tokenizer: Any, settings: PrepareSettings, tally: Tally
-) -> Iterator[tuple[_Ready, TokenisedConversation]]:
-    for batch in _batches(ready):
+def _render(conversation: Conversation, renderer: ChatRenderer) -> Rendered:
+    # The tokenizer would turn it into the token itself, which could end or open a turn.
+    if special := renderer.special_token_in(conversation.messages):
+        raise Unusable(SPECIAL_TOKEN, special)
+    try:
+        return renderer.render(conversation)
+    except NotFound as error:
+        raise Unusable(NOT_VERBATIM, str(error)) from error
+
+
+def _tokenised(job: _Job, tally: Tally) -> Iterator[tuple[_Ready, TokenisedConversation]]:
+    for batch in _batches(_rendered(job, tally)):
         texts = [item.rendered.text for item in batch]
-        for item, encoded in zip(batch, encode_all(tokenizer, texts, settings.max_length), strict=True):
-            if isinstance(encoded, str):
-                refused: Refusal | TokenisedConversation = Refusal(
-                    item.conversation.source, item.conversation.index, BAD_FOR_TOKENIZER, encoded
-                )
-            else:
-                refused = _example(item, *encoded, settings, tally)
-            if isinstance(refused, Refusal):
-                tally.refuse(refused)
-            else:
-                yield item, refused
+        for item, encoded in zip(batch, encode_all(job.tokenizer, texts, job.settings.max_length), strict=True):
+            try:
+                example = _example(item, encoded, job.settings, tally)
+            except Unusable as error:
+                where = item.conversation
+                tally.refuse(Refusal(where.source, where.index, error.reason, error.detail))
+                continue
+            yield item, example
 
 
-def _example(
-    item: _Ready,
-    ids: Sequence[int],
-    offsets: Sequence[tuple[int, int]],
-    settings: PrepareSettings,
-    tally: Tally,
-) -> TokenisedConversation | Refusal:
-    where = item.conversation.source, item.conversation.index
+def _example(item: _Ready, encoded: Encoded | str, settings: PrepareSettings, tally: Tally) -> TokenisedConversation:
+    if isinstance(encoded, str):
+        raise Unusable(BAD_FOR_TOKENIZER, encoded)
+    ids, offsets = encoded
     length = settings.max_length
     if len(ids) > length and settings.overlong == "drop":
         beginning = "at least " if len(item.rendered.text) > length * CHARACTERS_PER_TOKEN else ""
-        return Refusal(*where, TOO_LONG, f"{beginning}{len(ids)} tokens, max_length {length}")
+        raise Unusable(TOO_LONG, f"{beginning}{len(ids)} tokens, max_length {length}")
     mask = assistant_tokens(np.array(offsets[:length], dtype=np.int64), item.rendered)
     if not mask.any():
-        return Refusal(*where, NOTHING_LEFT, f"the first answer starts after token {length}")
+        raise Unusable(NOTHING_LEFT, f"the first answer starts after token {length}")
     if len(ids) > length:
         tally.adjusted[TRUNCATED] += 1
     return TokenisedConversation(
         input_ids=np.array(ids[:length], dtype=np.int32),
         loss_mask=mask,
         id=conversation_id(item.messages),
-        source=f"{where[0]}:{where[1]}",
+        source=f"{item.conversation.source}:{item.conversation.index}",
     )
 
 
@@ -302,16 +251,3 @@ def _batches(ready: Iterable[_Ready]) -> Iterator[list[_Ready]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _report(output: Path, counts: Mapping[str, Any], seconds: float) -> PrepareReport:
-    return PrepareReport(
-        output=output,
-        records=counts["records"],
-        train=SplitCounts(**counts["train"]),
-        validation=SplitCounts(**counts["validation"]),
-        refused=counts["refused"],
-        adjusted=counts["adjusted"],
-        first_refusals=tuple(counts["first_refusals"]),
-        seconds=seconds,
-    )

@@ -24,22 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.models.files import locked, write_text
-from aquiline.training.data.conversations import UNSUPPORTED, Conversation, Message, Refusal, read_conversations
-from aquiline.training.data.identity import conversation_id
+from aquiline.training.data.conversations import Conversation, Refusal, Refusals, read_conversations
+from aquiline.training.data.messages import UNSUPPORTED, Message, conversation_id
 from aquiline.training.data.record_log import RecordLog
-from aquiline.training.data.replies import Complete, Reply, ReplyRequest, ReplySampling
+from aquiline.training.data.replies import Complete, RegenerateSettings, Reply, ReplyRequest, ReplySampling
 
 EMPTY_REPLY = "empty reply"
 REJECTED = "request rejected"
 TWICE = "occurs twice"
 
 _ALL_REJECTED = 20
-_KEPT_REFUSALS = 20
 
 
 @dataclass(frozen=True)
 class RegenerateReport:
-    """Counts of a run: `already` done by earlier runs, `written` and `refused` by this one."""
+    """Counts of a run: conversations `already` done by earlier runs, `written` and `refused` by this one."""
 
     output: Path
     already: int
@@ -52,9 +51,8 @@ class RegenerateReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.output}: {self.written:,} conversations, {self.replies:,} answers "
-            f"({self.unfinished:,} cut by the budget) in {self.seconds:.1f} s; "
-            f"{self.already:,} were already done"
+            f"{self.output}: {self.written:,} conversations, {self.replies:,} answers ({self.unfinished:,} cut by the "
+            f"budget) in {self.seconds:.1f} s; {self.already:,} were already done"
         ]
         lines += [f"  refused: {reason}: {count:,}" for reason, count in self.refused.items()]
         return "\n".join(lines)
@@ -65,36 +63,22 @@ def regenerate(
     output: str | Path,
     complete: Complete,
     *,
-    mixture: Sequence[tuple[ReplySampling, float]] = ((ReplySampling(), 1.0),),
-    batch_size: int = 1,
-    in_flight: int = 1,
-    max_turns: int | None = None,
-    limit: int | None = None,
-    seed: int = 0,
     progress: Callable[[Counter[str]], None] | None = None,
+    **settings: Any,
 ) -> RegenerateReport:
     """Answers all user turns of the conversations again and appends the results to `output`.
 
-    A hash of its text and `seed` selects each conversation's sampling from the mixture, so a resumed
-    run makes the same choice. A conversation ends at the first answer that the budget cuts
-    (``"finished": false``) and before an answer that is empty or refused. If that is its first
-    answer, the conversation is skipped: permanently if empty (listed in `output` +
-    ``.empty.jsonl``), until the next run if refused. Equal conversations are answered once.
+    A hash of its text and the seed selects each conversation's sampling, so a resumed run makes the same choice. A
+    conversation ends at the first answer that the budget cuts (``"finished": false``) and before an answer that is
+    empty or refused. If that is its first answer, the conversation is skipped: permanently if empty (listed in
+    `output` + ``.empty.jsonl``), until the next run if refused. Equal conversations are answered once.
 
     Args:
         sources: files or dataset names, see `read_conversations`.
         output: the JSON lines file; resumed if it exists.
-        complete: answers requests.
-        mixture: samplings and their weights (> 0).
-        batch_size: conversations answered in one call of `complete`.
-        in_flight: concurrent calls of `complete`, each in its own thread.
-        max_turns: upper bound on answered turns per conversation.
-        limit: upper bound on usable conversations from the sources.
-        seed: varies the choice of samplings and the requests' seeds.
+        complete: answers requests, `batch_size` conversations in a call.
         progress: called with the counts after each batch, from any thread.
-
-    Returns:
-        The counts of this run.
+        settings: fields of `RegenerateSettings`, such as ``max_turns=2``.
 
     Raises:
         ValueError: for an invalid setting, or an `output` made with different settings (named).
@@ -103,40 +87,16 @@ def regenerate(
     started = time.monotonic()
     output = Path(output)
     names = [sources] if isinstance(sources, str | Path) else list(sources)
-    plan = _Plan(tuple(mixture), batch_size, max_turns, seed)
-    _check(plan, in_flight, limit)
+    chosen = RegenerateSettings(**settings)
     with ExitStack() as stack:
         stack.enter_context(locked(output))
-        _check_settings(output, plan)
+        _check_settings(output, chosen.deciding())
         written = stack.enter_context(RecordLog(output))
         empty = stack.enter_context(RecordLog(_beside(output, ".empty.jsonl")))
-        run = _Run(plan, complete, written, empty, progress)
-        run.source = _pending(names, run, limit)
-        _work(run, in_flight)
+        run = _Run(chosen, complete, written, empty, progress)
+        run.source = _pending(names, run)
+        _work(run)
     return run.report(output, time.monotonic() - started)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    mixture: tuple[tuple[ReplySampling, float], ...]
-    batch_size: int
-    max_turns: int | None
-    seed: int
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the answers; batch sizes do not."""
-        mixture = [{**asdict(sampling), "weight": weight} for sampling, weight in self.mixture]
-        return {"mixture": mixture, "max_turns": self.max_turns, "seed": self.seed}
-
-    def sampling(self, identity: str) -> ReplySampling:
-        """Draws a conversation's sampling from the mixture."""
-        total = sum(weight for _, weight in self.mixture)
-        point = _hashed(identity, self.seed, "sampling") / 2**63 * total
-        for sampling, weight in self.mixture:
-            point -= weight
-            if point < 0:
-                return sampling
-        return self.mixture[-1][0]  # rounding left a remainder
 
 
 @dataclass(eq=False)
@@ -156,7 +116,7 @@ class _Talk:
 class _Run:
     """State shared by the threads; `lock` guards the source and the counts."""
 
-    plan: _Plan
+    settings: RegenerateSettings
     complete: Complete
     written: RecordLog
     empty: RecordLog
@@ -165,14 +125,7 @@ class _Run:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
     counts: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    first_refusals: list[str] = field(default_factory=list)
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Counts a refusal; the caller holds the lock."""
-        self.refusals[refusal.reason] += 1
-        if len(self.first_refusals) < _KEPT_REFUSALS:
-            self.first_refusals.append(str(refusal))
+    refused: Refusals = field(default_factory=Refusals)
 
     def report(self, output: Path, seconds: float) -> RegenerateReport:
         return RegenerateReport(
@@ -181,40 +134,52 @@ class _Run:
             written=self.counts["written"],
             replies=self.counts["replies"],
             unfinished=self.counts["unfinished"],
-            refused=dict(self.refusals),
-            first_refusals=tuple(self.first_refusals),
+            refused=dict(self.refused.counts),
+            first_refusals=tuple(self.refused.first),
             seconds=seconds,
         )
 
 
-def _pending(names: Sequence[str | Path], run: _Run, limit: int | None) -> Iterator[_Talk]:
+def _pending(names: Sequence[str | Path], run: _Run) -> Iterator[_Talk]:
     """Yields the source's conversations that are not done yet."""
-    plan, taken = run.plan, set[str]()
+    settings, taken = run.settings, set[str]()
     for name in names:
         for item in read_conversations(name):
-            if len(taken) == limit:
+            if len(taken) == settings.limit:
                 return
             if isinstance(item, Refusal):
-                run.refuse(item)
+                run.refused.add(item)
                 continue
             identity = conversation_id(item.messages)
             if identity in taken:
-                run.refuse(Refusal(item.source, item.index, TWICE, f"id {identity}"))
+                run.refused.add(Refusal(item.source, item.index, TWICE, f"id {identity}"))
                 continue
             taken.add(identity)
             if item.text or item.tools or any(m.role == "tool" for m in item.messages):
                 detail = "tools and preformatted texts cannot be answered again; prepare them without regeneration"
-                run.refuse(Refusal(item.source, item.index, UNSUPPORTED, detail))
+                run.refused.add(Refusal(item.source, item.index, UNSUPPORTED, detail))
                 continue
             if identity in run.written.ids or identity in run.empty.ids:
                 run.counts["already"] += 1
                 continue
             said = [m for m in item.messages if m.role == "system"]
-            questions = [m for m in item.messages if m.role == "user"][: plan.max_turns]
-            yield _Talk(item, identity, plan.sampling(identity), said, questions)
+            questions = [m for m in item.messages if m.role == "user"][: settings.max_turns]
+            yield _Talk(item, identity, _sampling(identity, settings), said, questions)
 
 
-def _work(run: _Run, in_flight: int) -> None:
+def _sampling(identity: str, settings: RegenerateSettings) -> ReplySampling:
+    """Draws a conversation's sampling from the mixture."""
+    total = sum(weight for _, weight in settings.mixture)
+    point = _hashed(identity, settings.seed, "sampling") / 2**63 * total
+    for sampling, weight in settings.mixture:
+        point -= weight
+        if point < 0:
+            return sampling
+    return settings.mixture[-1][0]  # rounding left a remainder
+
+
+def _work(run: _Run) -> None:
+    in_flight = run.settings.in_flight
     if in_flight == 1:
         _answer_talks(run)
         return
@@ -236,7 +201,7 @@ def _answer_talks(run: _Run) -> None:
             _refill(active, run)
         if not active:
             return
-        batch = _largest_group(active)[: run.plan.batch_size]
+        batch = _largest_group(active)[: run.settings.batch_size]
         replies = run.complete([_request(talk, run) for talk in batch], batch[0].sampling)
         if len(replies) != len(batch):
             raise ValueError(f"complete gave {len(replies)} replies to {len(batch)} requests")
@@ -248,7 +213,7 @@ def _answer_talks(run: _Run) -> None:
 
 
 def _refill(active: list[_Talk], run: _Run) -> None:
-    while len(_largest_group(active)) < run.plan.batch_size:
+    while len(_largest_group(active)) < run.settings.batch_size:
         talk = next(run.source, None)
         if talk is None:
             return
@@ -264,7 +229,7 @@ def _largest_group(active: Sequence[_Talk]) -> list[_Talk]:
 
 
 def _request(talk: _Talk, run: _Run) -> ReplyRequest:
-    seed = _hashed(talk.identity, run.plan.seed, talk.replies)
+    seed = _hashed(talk.identity, run.settings.seed, talk.replies)
     return ReplyRequest((*talk.said, talk.to_ask[0]), seed)
 
 
@@ -294,8 +259,8 @@ def _refuse(talk: _Talk, reply: Reply, run: _Run) -> None:
     else:
         refusal = Refusal(*where, REJECTED, reply.refused)
     with run.lock:
-        run.refuse(refusal)
-        if run.refusals[REJECTED] >= _ALL_REJECTED and not run.written.ids:
+        run.refused.add(refusal)
+        if run.refused.counts[REJECTED] >= _ALL_REJECTED and not run.written.ids:
             raise ValueError(f"every request was rejected so far, for example {refusal}")
 
 
@@ -318,24 +283,9 @@ def _beside(output: Path, suffix: str) -> Path:
     return output.with_name(output.name + suffix)
 
 
-def _check(plan: _Plan, in_flight: int, limit: int | None) -> None:
-    if not plan.mixture or any(not weight > 0 for _, weight in plan.mixture):
-        raise ValueError(f"mixture is {plan.mixture}; allowed: samplings with weights above 0")
-    given = {
-        "batch_size": plan.batch_size,
-        "in_flight": in_flight,
-        "max_turns": plan.max_turns,
-        "limit": limit,
-    }
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; allowed: 1 or more")
-
-
-def _check_settings(output: Path, plan: _Plan) -> None:
+def _check_settings(output: Path, now: dict[str, Any]) -> None:
     """Rejects an output made with different settings; records the settings of a new one."""
     path = _beside(output, ".settings.json")
-    now = plan.settings()
     if path.exists():
         then = json.loads(path.read_text(encoding="utf-8"))
         changed = [f"{key}: {then.get(key)!r} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]

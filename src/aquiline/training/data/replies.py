@@ -1,12 +1,13 @@
-"""Requests and replies of regeneration."""
+"""Defines the settings, requests and replies of regeneration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
-from aquiline.training.data.conversations import Message
+from aquiline.checks import check_settings, check_value, setting
+from aquiline.training.data.messages import Message
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,39 @@ class ReplySampling:
     max_new_tokens: int = 512
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; allowed: 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; allowed: 0 < top_p ≤ 1")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; allowed: 1 or more")
+        check_value("temperature", self.temperature, self.temperature >= 0, "≥ 0; 0 is greedy")
+        check_value("top_p", self.top_p, 0 < self.top_p <= 1, "0 < top_p ≤ 1")
+        check_value("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "≥ 1")
+
+
+@dataclass(frozen=True)
+class RegenerateSettings:
+    """How conversations are answered again.
+
+    Attributes:
+        mixture: samplings with weights > 0; each conversation draws one.
+    """
+
+    mixture: tuple[tuple[ReplySampling, float], ...] = ((ReplySampling(), 1.0),)
+    in_flight: int = setting(
+        1, "requests at the same time, each in a thread (with --endpoint)", allowed="≥ 1", shown="32"
+    )
+    batch_size: int = setting(
+        1, "conversations answered together by the local engine", allowed="≥ 1", shown="64", flag="rows"
+    )
+    max_turns: int | None = setting(None, "most turns of a conversation to answer", allowed="≥ 1", shown="all")
+    limit: int | None = setting(None, "stop after this many conversations", allowed="≥ 1", shown="all of them")
+    seed: int = setting(0, "seed of sampled answers, and of each conversation's draw from the mixture")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        good = bool(self.mixture) and all(weight > 0 for _, weight in self.mixture)
+        check_value("mixture", self.mixture, good, "samplings with weights above 0")
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings that determine the answers, as JSON-able values."""
+        mixture = [{**asdict(sampling), "weight": weight} for sampling, weight in self.mixture]
+        return {"mixture": mixture, "max_turns": self.max_turns, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -45,7 +73,7 @@ class Reply:
     """An answer.
 
     Attributes:
-        text: what the target said.
+        text: the target's words.
         finished: False if the token budget cut it off.
         refused: the reason why this request has no answer, such as a history longer than the context. Errors that
             are not specific to the request raise an exception instead.

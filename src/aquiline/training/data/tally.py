@@ -1,19 +1,18 @@
-"""The counters of `prepare`, its progress line, and its report."""
+"""Counts what `prepare` reads, writes and rejects, and shows it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from aquiline.training.data.conversations import Refusal
+from aquiline.training.data.conversations import Refusal, Refusals
 from aquiline.training.data.dataset import SplitCounts
-
-_KEPT_REFUSALS = 20
 
 
 @dataclass(frozen=True)
@@ -47,25 +46,40 @@ class PrepareReport:
 
 @dataclass
 class Tally:
-    """Mutable counters of a run, and its list of refusals."""
+    """Counters of a run of `prepare`, and the file that lists its refusals."""
 
     strict: bool
-    refusals: IO[str]
+    listed: IO[str]
     records: int = 0
     kept: int = 0
     tokens: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Refusals = field(default_factory=Refusals)
     adjusted: Counter[str] = field(default_factory=Counter)
-    first_refusals: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Counts and records a refusal, or raises it if the run is strict."""
+        """Counts and lists a refusal.
+
+        Raises:
+            ValueError: if the run is strict.
+        """
         if self.strict:
             raise ValueError(f"{refusal}; without strict it would be counted and skipped")
-        self.refused[refusal.reason] += 1
-        if len(self.first_refusals) < _KEPT_REFUSALS:
-            self.first_refusals.append(str(refusal))
-        self.refusals.write(json.dumps(asdict(refusal), ensure_ascii=False) + "\n")
+        self.refused.add(refusal)
+        self.listed.write(json.dumps(asdict(refusal), ensure_ascii=False) + "\n")
+
+    def report(self, output: Path, train: SplitCounts, validation: SplitCounts) -> PrepareReport:
+        """The report of a run that has ended."""
+        return PrepareReport(
+            output=output,
+            records=self.records,
+            train=train,
+            validation=validation,
+            refused=dict(self.refused.counts),
+            adjusted=dict(self.adjusted),
+            first_refusals=tuple(self.refused.first),
+            seconds=time.monotonic() - self.began,
+        )
 
 
 @contextlib.contextmanager
@@ -82,11 +96,8 @@ def progress_line(shown: bool) -> Iterator[Callable[[Tally], None]]:
         task = bar.add_task("reading")
 
         def show(tally: Tally) -> None:
-            refused = sum(tally.refused.values())
-            bar.update(
-                task,
-                description=f"{tally.records:,} records, {tally.kept:,} kept, "
-                f"{refused:,} refused, {tally.tokens:,} tokens",
-            )
+            refused = tally.refused.counts.total()
+            text = f"{tally.records:,} records, {tally.kept:,} kept, {refused:,} refused, {tally.tokens:,} tokens"
+            bar.update(task, description=text)
 
         yield show

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from aquiline.engine.text import tokenized
 from aquiline.models.files import read_json
 from aquiline.training.data.dataset import TokenisedConversation
+from aquiline.training.data.masks import Rendered
 
 Encoded: TypeAlias = "tuple[Sequence[int], Sequence[tuple[int, int]]]"
 """Ids of a text, and the half-open character range of each."""
@@ -117,3 +121,33 @@ def check_ids(example: TokenisedConversation, tokenizer: Any, vocabulary: int | 
             f"the target knows ids below {vocabulary} (vocab_size in config.json); resize the target's embeddings, or "
             "use the tokenizer it was trained with"
         )
+
+
+def assistant_tokens(offsets: npt.NDArray[np.int64], rendered: Rendered) -> npt.NDArray[np.bool_]:
+    """Converts the assistant's character spans to tokens.
+
+    A token belongs to the assistant if it shares a character with a span. The first one may start
+    with spaces before the span (vocabularies put a word's space into its token), but not with other
+    text of the template: a newline of the header that was merged with white space of the answer is
+    given to the model, not predicted by it. Each span's tokens form one run, so that tokens without
+    their own offsets (bytes of one character, white space in some vocabularies) are not lost.
+
+    Args:
+        offsets: (T, 2) half-open character range of each token, non-decreasing.
+        rendered: the text and its spans.
+
+    Returns:
+        (T,) bool.
+    """
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    for start, end in rendered.spans:
+        spaces = start
+        while spaces and rendered.text[spaces - 1] == " ":
+            spaces -= 1
+        first = max(
+            np.searchsorted(offsets[:, 1], start, side="right"),
+            np.searchsorted(offsets[:, 0], spaces, side="left"),
+        )
+        last = np.searchsorted(offsets[:, 0], end, side="left")
+        mask[first:last] = True
+    return mask
