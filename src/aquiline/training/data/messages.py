@@ -131,6 +131,11 @@ def _tool_calls(turn: Mapping[str, Any], number: int) -> str:
 
 
 def text_of(content: object, number: int) -> str:
+    """Joins the text of a content, which may be a list of parts.
+
+    Raises:
+        Unusable: turn `number` has no content, parts that are not text, or invalid Unicode.
+    """
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
@@ -148,6 +153,7 @@ def text_of(content: object, number: int) -> str:
 
 
 def kind_of(value: object) -> str:
+    """Names a value's type in a refusal."""
     return "null" if value is None else type(value).__name__
 
 

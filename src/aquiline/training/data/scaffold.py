@@ -34,6 +34,7 @@ class Asked:
 
     @property
     def key(self) -> str:
+        """Distinguishes cached scaffolds; empty without tools and settings."""
         return json.dumps([self.tools, self.settings], default=str) if self.tools or self.settings else ""
 
 
@@ -74,6 +75,11 @@ class ChatTemplate:
         self._begins = tokenizer.bos_token if tokenizer.bos_token != tokenizer.eos_token else None
 
     def apply(self, messages: Sequence[Message], asked: Asked, prompt: bool = False) -> str:
+        """Renders messages, with the generation prompt at the end if `prompt`.
+
+        Raises:
+            NotFound: if the template rejects them.
+        """
         try:
             return apply_template(
                 self._tokenizer,
@@ -87,6 +93,7 @@ class ChatTemplate:
             raise NotFound(str(error)) from error
 
     def scaffold(self, roles: tuple[str, ...], asked: Asked) -> Scaffold:
+        """Learns, by markers in place of contents, the text around turns of these roles."""
         key = (roles, asked.key)
         if key not in self._scaffolds:
             marked = [Message(role, f"qzMARK{i}KRAMzq") for i, role in enumerate(roles)]
