@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,10 +33,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_build_is_announced_and_quick_and_made_once(cache_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    start = time.monotonic()
+def test_a_build_is_announced_and_made_once(cache_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = build()
-    assert time.monotonic() - start < 60
     assert "building the CPU kernels" in capfd.readouterr().err
     written = path.stat().st_mtime_ns
     assert build() == path and path.stat().st_mtime_ns == written

@@ -12,6 +12,7 @@ import torch
 from aquiline.checks import check_kind
 from aquiline.models.files import read_json
 from aquiline.native.codes import GROUPS
+from aquiline.native.library import find_library
 from aquiline.sampling import SamplingParams
 from aquiline.targets.target import Target
 
@@ -36,13 +37,13 @@ def open_target(
     """
     from aquiline.models.resolve import resolve_target
     from aquiline.models.tokenizer import load_tokenizer
-    from aquiline.targets.loading import load_target
+    from aquiline.targets.loading import is_supported, load_target
 
     if not isinstance(target, str | Path):
         return None, _as_given(target, dtype, device), tokenizer
     path = resolve_target(target)
     place = _existing(_device(device))
-    model = load_target(path, weights_dtype(dtype, place), place)
+    model = load_target(path, weights_dtype(dtype, place, own=is_supported(path)), place)
     return path, model, load_tokenizer(path) if tokenizer is None else tokenizer
 
 
@@ -87,8 +88,13 @@ def _existing(device: torch.device) -> torch.device:
     return device
 
 
-def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -> torch.dtype:
+def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device, own: bool = True) -> torch.dtype:
     """Returns the dtype of a target's weights: as asked, else a fast one of the device.
+
+    Args:
+        dtype: None for the fast one.
+        device: where the target runs.
+        own: our own decoder runs it, whose kernels read bfloat16 fast on every CPU.
 
     Raises:
         ValueError, TypeError: not a floating-point dtype or the name of one.
@@ -114,7 +120,7 @@ def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device) -
         ampere = where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0)
         return torch.bfloat16 if ampere else torch.float16
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False  # type: ignore[no-untyped-call]
-    return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if fast or (own and find_library()[0]) else torch.float32
 
 
 def fast_form(target: Target, owned: bool, dtype: torch.dtype | str | None = None) -> Target:
@@ -150,8 +156,6 @@ def fast_form(target: Target, owned: bool, dtype: torch.dtype | str | None = Non
 
 def integers_refused(dtype: str, target: Target) -> ValueError:
     """The error for integer weights that cannot be had."""
-    from aquiline.native.library import find_library
-
     return ValueError(
         f"dtype is {dtype!r}, which needs the native kernels ({find_library()[1]}), our own decoder (this is a "
         f"{type(target).__name__}), the CPU (not {target.device}) and packed=True; use bfloat16 or float32"
@@ -160,8 +164,6 @@ def integers_refused(dtype: str, target: Target) -> ValueError:
 
 def check_exact(target: Target) -> None:
     """Raises ValueError unless a token's bits are independent of the rest of its forward."""
-    from aquiline.native.library import find_library
-
     if not target.exact:
         raise ValueError(
             f"exact is True, but this target ({type(target).__name__}, {target.dtype}, {target.device}) rounds by the "

@@ -30,7 +30,7 @@ struct CodedProduct {
   CodedProduct from(int t, int v) const {
     CodedProduct p = *this;
     p.x += t * stride;
-    p.weights += v * vector_bytes;
+    p.weights += vector_offset(v, vector_bytes);
     p.scales += v * scale_stride;
     p.out += t * out_stride + v * LANES;
     return p;
@@ -118,18 +118,20 @@ inline float sum_of(const char* row, int inputs, int begin, int end) {
 }
 
 template <class Bits, int N, int V>
-__attribute__((noinline)) void coded_registers(const CodedProduct& p, const char* next, int lines) {
+__attribute__((noinline)) void coded_registers(const CodedProduct& p, const char* next, int lines,
+                                               int bytes) {
   const char* here = p.weights;
   const uint16_t* scales = p.scales;
   clear<V>(p, N);
   for (int begin = 0; begin < p.inputs; begin += p.group) {
     const int end = std::min(begin + p.group, p.inputs);
     Ints acc[N][V] = {};
-    for (int i = begin; i < end; i += Bits::INPUTS, here += LANES * 4) {
+    for (int i = begin; i < end; i += Bits::INPUTS, here += LINE) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const Ints w = load_words(here + v * p.vector_bytes);
-        if (!lines) __builtin_prefetch(here + v * p.vector_bytes + AHEAD);
+        const char* words = here + vector_offset(v, p.vector_bytes);
+        const Ints w = load_words(words);
+        if (!next && v % LINE_VECTORS == 0) __builtin_prefetch(words + AHEAD);
         const auto dots = [&]<int J>() {
           const Ints pair = Bits::template pair<J>(w);
 #pragma GCC unroll 8
@@ -146,7 +148,8 @@ __attribute__((noinline)) void coded_registers(const CodedProduct& p, const char
           dots.template operator()<3>();
         }
       }
-      for (int j = 0; j < lines; j++, next += 64) __builtin_prefetch(next, 0, 2);
+      for (int j = 0; j < lines; j++) __builtin_prefetch(next + j * LINE, 0, 2);
+      next += bytes;
     }
     const Group<Bits, V> group(scales, p.scale_stride);
 #pragma GCC unroll 8
@@ -260,37 +263,36 @@ void coded_tile_block(const CodedProduct& p, int n, int count, Tiles& tiles) {
 template <class Bits, int V>
 void coded_register_rows(const CodedProduct& p, int n) {
   const int passes = (n + TILE_TOKENS - 1) / TILE_TOKENS;
-  const int lines = passes == 1 ? 0 : passes < V ? 2 : 1;  // of the next V vectors, for each step
+  const Share share(V, passes);
+  const size_t steps = p.vector_bytes / (LANES * 4);
   for (int i = 0, t = 0; i < passes; i++) {
     const int rows = n / passes + (i < n % passes);
-    const char* next = p.weights + V * p.vector_bytes + (size_t)i * lines * p.vector_bytes;
+    const char* next = p.weights + vector_offset(V, p.vector_bytes) + i * steps * share.bytes;
     by_count<TILE_TOKENS>(rows, [&]<int N>() {
-      coded_registers<Bits, N, V>(p.from(t, 0), next, i * lines < V ? lines : lines ? -1 : 0);
+      coded_registers<Bits, N, V>(p.from(t, 0), share.lines ? next : nullptr,
+                                  share.has(V, i) ? share.lines : 0, share.bytes);
     });
     t += rows;
   }
 }
 
-// `count` ≤ 4 vectors for n rows.
+// Vectors [begin, begin + count), count ≤ BLOCK, for n rows.
 template <class Bits>
-void coded_products(const CodedProduct& p, int n, int count, bool split, Tiles& tiles) {
+void coded_products(const CodedProduct& p, int n, int begin, int count, bool split, Tiles& tiles) {
 #if HAS_TILES
   if (split) {
-    coded_tile_block<Bits>(p, n, count, tiles);
+    coded_tile_block<Bits>(p.from(0, begin), n, count, tiles);
     count = 0;
   }
 #endif
-  for (int v = 0; v < count;) {
-    if (TILE_VECTORS >= 4 && count - v >= 4) {
-      coded_register_rows<Bits, TILE_VECTORS>(p.from(0, v), n);
-      v += 4;
-    } else if (count - v >= 2) {
+  for (int v = begin, taken; v < begin + count; v += taken) {
+    taken = tile_vectors(v, begin + count - v, false);
+    if (taken == 4)
+      coded_register_rows<Bits, BLOCK>(p.from(0, v), n);
+    else if (taken == 2)
       coded_register_rows<Bits, 2>(p.from(0, v), n);
-      v += 2;
-    } else {
+    else
       coded_register_rows<Bits, 1>(p.from(0, v), n);
-      v += 1;
-    }
   }
   (void)split, (void)tiles;
 }

@@ -1,9 +1,9 @@
 // y = x Wᵀ + b for some rows of x: each weight is read once, and a row's bits do not depend on
 // how many other rows there are.
 //
-// Layout of the weights: vectors of LANES outputs; in a vector the inputs run slowest, and a lane
-// holds one float32, a pair of bfloat16, four int8 or eight int4. This is also the layout of AMX
-// tiles. Integers have a scale for each group of inputs, see coded.h.
+// Layout of the weights: lines of 16 outputs, which are one or two vectors; in a line the inputs run
+// slowest, and a lane holds one float32, a pair of bfloat16, four int8 or eight int4. This is also
+// the layout of AMX tiles. Integers have a scale for each group of inputs, see coded.h.
 #pragma once
 #include <algorithm>
 
@@ -26,37 +26,79 @@ struct Matrix {
   bool takes_codes() const { return kind >= INT8; }
   int steps() const { return kind == FLOAT32 ? inputs : inputs >> kind; }
   size_t vector_bytes() const { return (size_t)steps() * LANES * 4; }
+  const char* at(int v) const { return weight + vector_offset(v, vector_bytes()); }
   size_t scale_stride() const {
     return (size_t)((inputs + group - 1) / group) * LANES * (kind == INT4 ? 2 : 1);
   }
 };
 
-// What a pass over a block fetches for later. With one pass, lines AHEAD of the present ones; with
-// more, each fetches its share of the next block into the second-level cache.
+// What a pass over a block fetches: from `next` on, or AHEAD of what it reads where that is null.
 struct Ahead {
   const char* next;
-  int lines;  // a step; 0 with one pass
+  int lines, bytes;
 };
 
+// One step of a register tile, in slices: a word holds one slice of float32 or of bfloat16 pairs, or
+// two where pairs are widened. A slice of the weights meets the same slice of every row.
 struct PairDots {
-  static INLINE Floats step(Floats acc, Ints w, const char* x, int k) {
+  static constexpr int SLICES = 1;
+  template <int>
+  static INLINE Ints weight(const char* w) { return load_words(w); }
+  template <int>
+  static INLINE Ints input(const char* x, int k) {
     int32_t pair;
     memcpy(&pair, x + (size_t)k * 4, 4);
-    return pair_dot(acc, w, broadcast_word(pair));
+    return broadcast_word(pair);
   }
+  static INLINE Floats add(Floats acc, Ints w, Ints x) { return pair_dot(acc, w, x); }
 };
 struct WidenedDots {  // bfloat16 weights, float32 rows
-  static INLINE Floats step(Floats acc, Ints w, const char* x, int k) {
-    const float* row = (const float*)x;
-    acc = fma(low_half(w), broadcast(row[2 * k]), acc);
-    return fma(high_half(w), broadcast(row[2 * k + 1]), acc);
+  static constexpr int SLICES = 2;
+  template <int S>
+  static INLINE Floats weight(const char* w) {
+    const Ints words = load_words(w);
+    return S ? high_half(words) : low_half(words);
   }
+  template <int S>
+  static INLINE Floats input(const char* x, int k) { return broadcast(((const float*)x)[2 * k + S]); }
+  static INLINE Floats add(Floats acc, Floats w, Floats x) { return fma(w, x, acc); }
 };
 struct FloatDots {
-  static INLINE Floats step(Floats acc, Ints w, const char* x, int k) {
-    return fma((Floats)w, broadcast(((const float*)x)[k]), acc);
-  }
+  static constexpr int SLICES = 1;
+  template <int>
+  static INLINE Floats weight(const char* w) { return load((const float*)w); }
+  template <int>
+  static INLINE Floats input(const char* x, int k) { return broadcast(((const float*)x)[k]); }
+  static INLINE Floats add(Floats acc, Floats w, Floats x) { return fma(w, x, acc); }
 };
+
+// Adds slice S of step k. Whichever side has fewer vectors stays in registers, so that 3 × 4 and
+// 6 × 2 sums fit into the 16 registers of AVX2.
+template <class Dots, int S, int N, int V>
+INLINE void add_slice(Floats (&acc)[N][V], const Rows& x, const char* weights, size_t vector_bytes,
+                      int k) {
+  using Vector = decltype(Dots::template weight<S>(weights));
+  Vector kept[N < V ? N : V];
+  if constexpr (N < V) {
+#pragma GCC unroll 4
+    for (int t = 0; t < N; t++) kept[t] = Dots::template input<S>(x.row(t), k);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) {
+      const Vector w = Dots::template weight<S>(weights + vector_offset(v, vector_bytes));
+#pragma GCC unroll 4
+      for (int t = 0; t < N; t++) acc[t][v] = Dots::add(acc[t][v], w, kept[t]);
+    }
+  } else {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) kept[v] = Dots::template weight<S>(weights + vector_offset(v, vector_bytes));
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++) {
+      const Vector input = Dots::template input<S>(x.row(t), k);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) acc[t][v] = Dots::add(acc[t][v], kept[v], input);
+    }
+  }
+}
 
 template <class Dots, int N, int V>
 __attribute__((noinline)) void register_tile(const Rows& x, const char* weights,
@@ -66,35 +108,31 @@ __attribute__((noinline)) void register_tile(const Rows& x, const char* weights,
   for (int t = 0; t < N; t++)
     for (int v = 0; v < V; v++) acc[t][v] = Floats{};
   for (int k = 0; k < steps; k++) {
-    Ints w[V];
-    const char* here = weights + (size_t)k * LANES * 4;
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) w[v] = load_words(here + v * vector_bytes);
-    if (ahead.lines == 0) {
-      for (int v = 0; v < V; v++) __builtin_prefetch(here + v * vector_bytes + AHEAD);
+    const char* here = weights + (size_t)k * LINE;
+    if (!ahead.next) {
+      for (int v = 0; v < V; v += LINE_VECTORS)
+        __builtin_prefetch(here + vector_offset(v, vector_bytes) + AHEAD);
     } else {
-      const char* next = ahead.next + (size_t)k * ahead.lines * 64;
-      for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * 64, 0, 2);
+      const char* next = ahead.next + (size_t)k * ahead.bytes;
+      for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * LINE, 0, 2);
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < N; t++)
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) acc[t][v] = Dots::step(acc[t][v], w[v], x.row(t), k);
+    add_slice<Dots, 0>(acc, x, here, vector_bytes, k);
+    if constexpr (Dots::SLICES > 1) add_slice<Dots, 1>(acc, x, here, vector_bytes, k);
   }
   for (int t = 0; t < N; t++)
     for (int v = 0; v < V; v++) store(out + t * out_stride + v * LANES, acc[t][v]);
 }
 
 template <class Dots, int V>
-void register_rows(const Matrix& m, const Rows& x, int n, const char* weights, const char* next,
-                   float* out, size_t out_stride) {
+void register_rows(const Matrix& m, const Rows& x, int n, int v, float* out, size_t out_stride) {
   const int passes = (n + TILE_TOKENS - 1) / TILE_TOKENS;
-  const int lines = passes == 1 ? 0 : passes < BLOCK ? 2 : 1;
+  const Share share(V, passes);
   for (int i = 0, t = 0; i < passes; i++) {
     const int rows = n / passes + (i < n % passes);
-    const Ahead ahead{next + (size_t)i * m.steps() * lines * 64, i * lines < V ? lines : 0};
+    const char* next = m.at(v + V) + (size_t)i * m.steps() * share.bytes;
+    const Ahead ahead{share.lines ? next : nullptr, share.has(V, i) ? share.lines : 0, share.bytes};
     by_count<TILE_TOKENS>(rows, [&]<int N>() {
-      register_tile<Dots, N, V>(x.from(t), weights, m.vector_bytes(), m.steps(), ahead,
+      register_tile<Dots, N, V>(x.from(t), m.at(v), m.vector_bytes(), m.steps(), ahead,
                                 out + t * out_stride, out_stride);
     });
     t += rows;
@@ -105,18 +143,13 @@ template <class Dots>
 void register_block(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
                     size_t out_stride) {
   while (count > 0) {
-    const char* weights = m.weight + v * m.vector_bytes();
-    int taken = 1;
-    if (TILE_VECTORS >= 4 && count >= 4) {
-      taken = 4;
-      register_rows<Dots, TILE_VECTORS>(m, x, n, weights, weights + 4 * m.vector_bytes(), out,
-                                        out_stride);
-    } else if (count >= 2) {
-      taken = 2;
-      register_rows<Dots, 2>(m, x, n, weights, weights + 2 * m.vector_bytes(), out, out_stride);
-    } else {
-      register_rows<Dots, 1>(m, x, n, weights, weights + m.vector_bytes(), out, out_stride);
-    }
+    const int taken = tile_vectors(v, count, n <= FEW_TOKENS);
+    if (taken == 4)
+      register_rows<Dots, 4>(m, x, n, v, out, out_stride);
+    else if (taken == 2)
+      register_rows<Dots, 2>(m, x, n, v, out, out_stride);
+    else
+      register_rows<Dots, 1>(m, x, n, v, out, out_stride);
     v += taken;
     count -= taken;
     out += taken * LANES;
@@ -131,9 +164,9 @@ inline void multiply_codes(const Matrix& m, const Rows& x, int n, int v, int cou
                        m.inputs,       m.group,
                        out - v * LANES, out_stride};
   if (m.kind == INT8)
-    coded_products<EightBits>(p.from(0, v), n, count, x.split, tiles);
+    coded_products<EightBits>(p, n, v, count, x.split, tiles);
   else
-    coded_products<FourBits>(p.from(0, v), n, count, x.split, tiles);
+    coded_products<FourBits>(p, n, v, count, x.split, tiles);
   for (int t = 0; t < n; t++) {
     const Floats scale = broadcast(code_scale(x.row(t), m.inputs));
     for (int i = 0; i < count; i++) {
@@ -153,7 +186,7 @@ inline void multiply(const Matrix& m, const Rows& x, int n, int v, int count, fl
   } else {
 #if HAS_TILES
     if (tiles_allowed())
-      tile_products({x.data, x.stride, m.weight + v * m.vector_bytes(), m.vector_bytes(),
+      tile_products({x.data, x.stride, m.at(v), m.vector_bytes(),
                      m.inputs / TILE_INPUTS, out, out_stride},
                     n, count, tiles);
     else

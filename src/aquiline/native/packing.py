@@ -13,6 +13,9 @@ from aquiline.native.library import Library, Matrix
 INPUT_PAD = 64
 """Inputs of a product are padded with zeros to a multiple of this."""
 
+LINE_LANES = 16
+"""Words in a cache line."""
+
 ALIGNMENT = 64
 HUGE_PAGE = 1 << 21
 DTYPES = (torch.float32, torch.bfloat16)
@@ -109,11 +112,26 @@ class Memory:
             per_lane = 2 if weight.dtype == torch.bfloat16 else 1
             words = weight.view(vectors, lanes, width // per_lane, per_lane).transpose(1, 2)
             result.kind = DTYPES.index(weight.dtype)
-        result.weight = self.place(words)
+        result.weight = self.place(_lines(words, lanes))
         if bias is not None:
             bias = picked(bias.detach().float(), rows, 0)
             result.bias = self.keep(nn.functional.pad(bias, (0, vectors * lanes - outputs)))
         return result
+
+
+def _lines(words: Tensor, lanes: int) -> Tensor:
+    """Puts vectors that share a cache line side by side.
+
+    Args:
+        words: (vectors, steps, lanes, …).
+        lanes: 8 or 16.
+
+    Returns:
+        (lines, steps, 16 / lanes, lanes, …), the last line filled up with zeros.
+    """
+    shared = LINE_LANES // lanes
+    words = torch.cat((words, words.new_zeros(-len(words) % shared, *words.shape[1:])))
+    return words.unflatten(0, (-1, shared)).transpose(1, 2)
 
 
 def _in_order(columns: Tensor, inputs: int) -> bool:

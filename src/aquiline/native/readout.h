@@ -68,7 +68,7 @@ class ReadoutPass {
       member.wait();
     }
     float* sums = sums_ + (size_t)member.id * most_ * BLOCK * LANES;
-    const Range mine = member.part(m.vectors);
+    const Range mine = member.part(m.vectors, LINE_VECTORS);
     for (int v = mine.begin; v < mine.end; v += BLOCK) {
       const int count = std::min(BLOCK, mine.end - v);
       multiply(m, x, n, v, count, sums, BLOCK * LANES, tiles);

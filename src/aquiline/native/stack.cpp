@@ -145,7 +145,7 @@ void Pass::join(int t, const float* embedded) {
 void Pass::fuse(const Member& member, const Own& own) {
   const Matrix& m = stack_.fuse;
   const Rows x = read_by(member, own, m, shared_.joined, n_);
-  const Range mine = member.part(m.vectors);
+  const Range mine = member.part(m.vectors, LINE_VECTORS);
   for (int v = mine.begin; v < mine.end; v += BLOCK) {
     const int count = std::min(BLOCK, mine.end - v);
     multiply(m, x, n_, v, count, own.out, BLOCK * LANES, *own.tiles);
@@ -298,7 +298,7 @@ void Pass::attention(const Member& member, const Own& own, const Layer& layer, i
 // The stream += a product.
 void Pass::add(const Member& member, const Own& own, const Matrix& matrix, const Rows& given) {
   const Rows x = read_by(member, own, matrix, given, n_);
-  const Range mine = member.part(matrix.vectors);
+  const Range mine = member.part(matrix.vectors, LINE_VECTORS);
   for (int v = mine.begin; v < mine.end; v += BLOCK) {
     const int count = std::min(BLOCK, mine.end - v);
     multiply(matrix, x, n_, v, count, own.out, BLOCK * LANES, *own.tiles);
