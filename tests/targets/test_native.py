@@ -420,8 +420,8 @@ def test_what_does_not_fit_is_an_error(changes: dict[str, Any], message: str) ->
         "rows": [0],
     }
     with pytest.raises(ValueError, match=message):
-        copy.forward(**(arguments | changes))
-    copy.forward(**arguments)
+        copy.forward(TargetInput(**(arguments | changes)))
+    copy.forward(TargetInput(**arguments))
 
 
 def test_foreign_caches_and_full_contexts_are_errors() -> None:
