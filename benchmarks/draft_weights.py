@@ -1,4 +1,4 @@
-"""Acceptance of an EAGLE head with weights in bfloat16 and in int8, on the same questions and the same outputs.
+"""Measures the acceptance of an EAGLE head in bfloat16 and in int8, on the same questions and outputs.
 
 python benchmarks/draft_weights.py ../shared/data/eval/mt_bench.jsonl --out benchmarks/results/draft-weights.json
 """

@@ -1,11 +1,11 @@
-"""What the engine adds to its forwards, and what a long context costs; all interleaved.
+"""Times what the engine adds to its forwards, and the cost of a long context, interleaved.
 
     python benchmarks/engine_overhead.py --dtype bfloat16
 
 Three questions, each a ratio of medians measured in turn:
 
 - the generation loop against a bare loop over `target.forward` (plain decoding, same prompt);
-- a plain token and a speculative cycle behind a long context against those behind a short one;
+- a plain token and a speculative cycle after a long context against those after a short one;
 - the share of a speculative cycle that is neither the target's nor the draft's forward.
 
 Writes benchmarks/results/engine-overhead-<dtype>.json and .md.
@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forward_cost import bandwidth, bare_loop, cpu_name, prompt
+from forward_cost import bandwidth, bare_loop, prompt
 
 import aquiline
+from aquiline.bench.environment import cpu_name
 from aquiline.drafters.trees import Chain
 from aquiline.loading import Loaded
 

@@ -1,4 +1,4 @@
-"""Do chains and trees of drafts give the bits that plain decoding gives? (SmolLM2, bfloat16, CPU)
+"""Checks that chains and trees of drafts give plain decoding's bits (SmolLM2, bfloat16, CPU).
 
     python benchmarks/exactness.py
 

@@ -1,4 +1,4 @@
-"""What one forward costs: our native, packed and reference decoders beside transformers, interleaved.
+"""Times one forward: our native, packed and reference decoders beside transformers, interleaved.
 
     python benchmarks/forward_cost.py --dtype bfloat16
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aquiline.bench.environment import cpu_name
 from aquiline.cache import commit
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network, forward_network, new_draft_cache
 from aquiline.drafters.native import NativeNetwork, native_network
@@ -99,7 +99,7 @@ def prompt(length: int, vocabulary: int) -> Tensor:
 
 
 def our_forwards(target: Target, context: int, widths: list[int]) -> dict[int, Run]:
-    """One forward of each width behind `context` tokens."""
+    """One forward of each width after `context` tokens."""
     cache = target.new_cache(1, context + max(widths))
     tokens = prompt(context, target.shape.vocab_size)
     none = torch.empty(1, 0, dtype=torch.int64)
@@ -247,13 +247,6 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def bandwidth() -> float:
     """GB/s at which all threads together sum 256 MB."""
     block, best = torch.ones(64 * 2**20), float("inf")
@@ -267,7 +260,7 @@ def bandwidth() -> float:
 def write(report: dict[str, Any], options: argparse.Namespace) -> None:
     rows = {(r["implementation"], r["width"]): r["median"] for r in report["milliseconds"]}
     names = list(dict.fromkeys(name for name, _ in rows))
-    lines = [f"Milliseconds (median) behind {options.context} tokens; {report['path']}; {report['environment']}", ""]
+    lines = [f"Milliseconds (median) after {options.context} tokens; {report['path']}; {report['environment']}", ""]
     lines += ["| tokens | " + " | ".join(map(str, options.widths)) + " |", "|---" * (len(options.widths) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(f"{rows[name, w]:.2f}" for w in options.widths) + " |" for name in names]
     speeds = report["generate_tokens_per_second"]

@@ -1,4 +1,4 @@
-"""Everything worth knowing on a GPU, in under 12 minutes.
+"""Measures decoding and training on a GPU, in under 12 minutes.
 
     python benchmarks/gpu.py                           # SmolLM2 and its head on CUDA
     python benchmarks/gpu.py --target FOLDER --draft HEAD --data SET
@@ -233,7 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft", default="smollm2-eagle3", help="an EAGLE head for it")
     parser.add_argument("--data", help="a training set; without one, training is not measured")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", help="of the weights; default: what is fast on the device")
+    parser.add_argument("--dtype", help="of the weights; default: the fast one on the device")
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=20, help="repetitions of each forward")

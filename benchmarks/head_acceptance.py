@@ -1,4 +1,4 @@
-"""Acceptance of heads on the target's own greedy answers to questions, as docs/heads.md tables it.
+"""Measures the acceptance of heads on the target's own greedy answers to questions, for docs/heads.md.
 
     python benchmarks/head_acceptance.py ../shared/data/eval/mt_bench.jsonl smollm2-eagle3 smollm2-eagle
 

@@ -1,4 +1,4 @@
-"""What a decoding cycle costs on a transformers model, beside that model's own forward, interleaved.
+"""Times a decoding cycle on a transformers model beside that model's own forward, interleaved.
 
     python benchmarks/hf_cycle.py --target gemma3-270m --dtype bfloat16
 
@@ -48,7 +48,7 @@ class RandomTree:
         return None
 
     def extend(self, committed: Committed, state: None) -> None:
-        """Nothing to take in."""
+        """Does nothing."""
 
     def propose(self, rows: Rows, state: None) -> DraftTree:
         root = torch.tensor(rows.roots)
@@ -57,10 +57,10 @@ class RandomTree:
         return DraftTree(tokens, shape, torch.full((len(root),), len(PARENTS)))
 
     def copy(self, source: int, slot: int, length: int, state: None) -> None:
-        """Nothing to copy."""
+        """Does nothing."""
 
     def reset(self, slot: int, length: int, state: None) -> None:
-        """Nothing to forget."""
+        """Does nothing."""
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def our_cycle(target: HFTarget, prompt: list[int]) -> Callable[[], object]:
 
 
 def hf_forward(model: Any, prompt: Tensor, width: int) -> Callable[[], object]:
-    """The model's own forward behind the same context; each call removes its tokens from the cache again."""
+    """The model's own forward after the same context; each call removes its tokens from the cache again."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

@@ -1,4 +1,4 @@
-"""What the store of text gains: rewriting with `prediction`, prompts run again, and ordinary chat.
+"""Measures the gain of the store of text: rewriting with `prediction`, prompts run again, and ordinary chat.
 
     python benchmarks/lookup_gain.py --output benchmarks/results/lookup_gain.json
 

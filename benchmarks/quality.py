@@ -1,4 +1,4 @@
-"""What rounding the weights changes: perplexity and agreement with float32, as docs/benchmarks.md tables it.
+"""Measures how rounding the weights changes perplexity and agreement with float32, for docs/benchmarks.md.
 
     python benchmarks/quality.py ../shared/data/eval --out benchmarks/results/quality.json
 

@@ -1,4 +1,4 @@
-"""How near regeneration in batches comes to the bare forwards that it needs.
+"""Compares regeneration in batches with the bare forwards that it needs.
 
     python benchmarks/regeneration_rate.py --rows 32
 
@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 
 import torch
-from forward_cost import bandwidth, cpu_name
+from forward_cost import bandwidth
 from torch import Tensor
 
 import aquiline
+from aquiline.bench.environment import cpu_name
 from aquiline.cache import commit
 from aquiline.targets.target import Target, TargetInput
 

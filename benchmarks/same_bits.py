@@ -1,4 +1,4 @@
-"""Does this working tree compute the bits of another revision?
+"""Checks that this working tree computes the bits of another revision.
 
     python benchmarks/same_bits.py 9ed2aa6
 
@@ -62,7 +62,7 @@ _WORDS = ("the", "river", "ran", "past", "old", "stone", "houses", "people", "to
 def main() -> int:
     """Compares, prints a table, and returns 1 on a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", nargs="?", default="9ed2aa6", help="what to compare with (default: 9ed2aa6)")
+    parser.add_argument("revision", nargs="?", default="9ed2aa6", help="revision to compare with (default: 9ed2aa6)")
     parser.add_argument("--only", choices=("training", "decoding"), help="half of the work")
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -234,7 +234,7 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def equal(one: Any, two: Any) -> bool:
-    """Whether two leaves hold the same bits."""
+    """Returns True if two leaves hold the same bits."""
     import torch
 
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):

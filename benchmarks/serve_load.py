@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Answer:
-    """What one request yielded.
+    """The result of one request.
 
     Attributes:
         text: of the answer.
@@ -47,7 +47,7 @@ class Answer:
 
 
 def ask(url: str, model: str, messages: list[dict[str, str]], tokens: int, *, leave: int | None = None) -> Answer:
-    """Streams one answer; `leave` closes the connection after so many events."""
+    """Streams one answer; `leave` closes the connection after that many events."""
     body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     found, began = Answer(), time.perf_counter()
@@ -95,7 +95,7 @@ def load(url: str, model: str, clients: int, requests: int, tokens: int) -> dict
 
     seconds = _together(clients, work)
     gaps = [b - a for each in found for a, b in zip(each.arrivals, each.arrivals[1:], strict=False)]
-    # A step emits several tokens at once: what a reader sees is the gap between pieces.
+    # A step emits several tokens at once: a reader sees the gap between pieces.
     return {
         "clients": clients,
         "requests": len(found),

@@ -1,4 +1,4 @@
-"""Peak memory of training an EAGLE-3 head on conversations of T tokens, by unrolled steps.
+"""Measures the peak memory of training an EAGLE-3 head on conversations of T tokens, by unrolled steps.
 
     python benchmarks/training_memory.py --length 2048 --steps 1 4 7
 

@@ -1,4 +1,4 @@
-"""Training speed against what the multiplications alone would take, and peak memory.
+"""Measures training speed against the bound of the multiplications alone, and peak memory.
 
     python benchmarks/training_throughput.py --data SET --rounds 5
 
@@ -113,7 +113,7 @@ def target_flops(config: DecoderConfig, length: float) -> float:
     width, inner = layer.hidden_size, layer.intermediate_size
     heads = layer.num_heads * layer.head_dim
     weights = width * (2 * heads + 2 * layer.num_kv_heads * layer.head_dim + 3 * inner)
-    attention = 2 * heads * length / 2  # scores and values, half of them behind the causal mask
+    attention = 2 * heads * length / 2  # scores and values, half of them masked
     return config.num_layers * 2 * (weights + attention)
 
 

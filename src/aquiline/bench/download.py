@@ -1,4 +1,4 @@
-"""The papers' questions from the model hub, where one is reachable, as files that `tasks` reads."""
+"""Downloads the papers' questions from the model hub into files that `tasks` reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LoadDataset = Callable[..., Iterable[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class HubTask:
-    """Where a task's questions are.
+    """The place of a task's questions on the hub.
 
     Attributes:
         dataset: hub id.

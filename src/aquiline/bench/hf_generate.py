@@ -1,4 +1,4 @@
-"""The second reference: transformers' `generate` on the same weights."""
+"""Runs transformers' `generate` on the same weights, the second reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measured generation: a method, prompts, and everything that happened on a clock."""
+"""Measures one generation of a method: its tokens and their times."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from aquiline.stats import GenerationStats
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: the same for every method.
+    """Prompts and conditions, the same for every method.
 
     Attributes:
         task: the questions' task.
         questions: ids of the questions, one for each row.
-        turn: which turn, from 0.
+        turn: index of the turn, from 0.
         prompts: token ids of each row.
         temperature: 0 is greedy.
         max_new_tokens: budget of each row.
@@ -42,6 +42,11 @@ class Case:
     temperature: float
     max_new_tokens: int
     seed: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int, float, int]:
+        """Equals `Record.case` of its records."""
+        return self.task, "+".join(self.questions), self.turn, self.temperature, len(self.prompts)
 
 
 def measure(bed: Bed, method: Method, case: Case, repeat: int = 0) -> Record:
@@ -93,7 +98,7 @@ def _conditions(method: Method, case: Case, repeat: int) -> dict[str, Any]:
 
 
 def _summed(parts: Sequence[GenerationStats]) -> GenerationStats:
-    """Counters of all rows; the seconds are the batch's, so those of the longest row, not a sum."""
+    """Adds the counters of all rows; a phase takes the seconds of its longest row, since rows share them."""
     total = GenerationStats()
     for part in parts:
         longest = {p: max(s, total.seconds.get(p, 0.0)) for p, s in part.seconds.items()}
@@ -124,7 +129,7 @@ def _measure_hf(bed: Bed, method: Method, case: Case, repeat: int, before: int |
 
 
 def _reset_peak(bed: Bed) -> int | None:
-    """Starts a new peak of memory; returns the bytes in use now, None where nobody knows."""
+    """Starts a new peak of memory; returns the bytes in use now, or None where the system does not report them."""
     if torch.device(bed.target.device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(bed.target.device)
         return torch.cuda.memory_allocated(bed.target.device)

@@ -1,8 +1,9 @@
-"""From raw records to the numbers of a report. Everything here is a pure function of the records."""
+"""Computes the numbers of a report, as pure functions of the raw records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ DEFINITIONS = {
     "ece": "Expected calibration error: mean distance between the draft's confidence in a token and the share of such "
     "tokens accepted, over 20 bins of confidence, weighted by their size. Judged are nodes whose parent was accepted.",
 }
-"""What each number means; part of every report."""
+"""Definitions of the numbers, which every report includes."""
 
 PLAIN = "plain"
 HF = "hf"
@@ -46,7 +47,7 @@ BINS = 20
 
 
 def summarise(records: Sequence[Record], chains: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """One cell for each (temperature, batch, method, task), and one with task "all".
+    """Makes one cell for each (temperature, batch, method, task), and one with task "all".
 
     Larger batches hold first turns alone. Where such a task has second turns too, "TASK, first
     turns" is a further cell of its single questions, which the larger batches compare with.
@@ -77,11 +78,19 @@ def summarise(records: Sequence[Record], chains: Iterable[str] = ()) -> list[dic
 
 def _seconds_per_token(records: Sequence[Record], method: str) -> dict[tuple[Any, ...], float]:
     """Case → seconds per token of a reference, the mean of its runs."""
+    runs = _runs([r for r in records if r.tokens], method, lambda record: record.seconds / record.tokens)
+    return {case: sum(values) / len(values) for case, values in runs.items()}
+
+
+def _runs(
+    records: Sequence[Record], method: str, value: Callable[[Record], float]
+) -> dict[tuple[Any, ...], list[float]]:
+    """Case → a value of each of a method's runs."""
     runs: dict[tuple[Any, ...], list[float]] = {}
     for record in records:
-        if record.method == method and record.tokens:
-            runs.setdefault(record.case, []).append(record.seconds / record.tokens)
-    return {case: sum(values) / len(values) for case, values in runs.items()}
+        if record.method == method:
+            runs.setdefault(record.case, []).append(value(record))
+    return runs
 
 
 def _cell(
@@ -121,7 +130,7 @@ def _cell(
 
 
 def tau(records: Sequence[Record]) -> dict[str, float]:
-    """τ with its interval; 1 for plain decoding. The first token of a row comes from its prefill."""
+    """Computes τ with its interval; 1 for plain decoding. The first token of a row comes from its prefill."""
     pairs = [(float(r.tokens - len(r.outputs)), float(r.steps)) for r in records]
     value = sum(tokens for tokens, _ in pairs) / sum(steps for _, steps in pairs)
     sums = np.nansum(_resampled(records, pairs), axis=(1, 2))
@@ -143,11 +152,8 @@ def ece(bins: Sequence[tuple[int, float, int]]) -> float:
 
 
 def plain_spread(records: Sequence[Record]) -> dict[str, float | int]:
-    """How far the two plain runs of the same prompt lie apart: the noise of the machine."""
-    runs: dict[tuple[Any, ...], list[float]] = {}
-    for record in records:
-        if record.method == PLAIN:
-            runs.setdefault(record.case, []).append(record.seconds)
+    """Measures how far two plain runs of the same prompt lie apart: the noise of the machine."""
+    runs = _runs(records, PLAIN, lambda record: record.seconds)
     spreads = [max(pair) / min(pair) - 1 for pair in runs.values() if len(pair) > 1]
     if not spreads:
         return {"pairs": 0}
@@ -155,7 +161,7 @@ def plain_spread(records: Sequence[Record]) -> dict[str, float | int]:
 
 
 def agreement(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Per temperature, batch and method: outputs compared with plain decoding's, token for token.
+    """Compares outputs with plain decoding's, token for token, per temperature, batch and method.
 
     Returns:
         Cells with the number of compared outputs, the equal ones, the tokens before the first
@@ -227,12 +233,11 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _phases(records: Sequence[Record]) -> dict[str, float]:
-    """Phase → share of the seconds; what no phase claims is "other"."""
+    """Phase → share of the seconds; the rest is "other"."""
     total = sum(r.seconds for r in records)
     sums: dict[str, float] = {}
-    for record in records:
-        for phase, seconds in record.phases.items():
-            sums[phase] = sums.get(phase, 0.0) + seconds
+    for phase, seconds in (item for record in records for item in record.phases.items()):
+        sums[phase] = sums.get(phase, 0.0) + seconds
     if not sums:
         return {}
     sums["other"] = sums.get("other", 0.0) + max(0.0, total - sum(sums.values()))
@@ -240,12 +245,7 @@ def _phases(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _added(lists: Iterable[Sequence[int]]) -> list[int]:
-    total: list[int] = []
-    for counts in lists:
-        total.extend([0] * (len(counts) - len(total)))
-        for i, count in enumerate(counts):
-            total[i] += count
-    return total
+    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 def _added_bins(lists: Iterable[Sequence[tuple[int, float, int]]]) -> list[tuple[int, float, int]]:

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, without a plotting package, scripts or downloads."""
+"""Draws charts as inline SVG, without a plotting package, scripts or downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An acceptance profile: predicts smaller trees from the verification of a large one."""
+"""Predicts the acceptance and speed of smaller trees from the verification of a large one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter that remembers which of its drafts became text: confidence against acceptance."""
+"""Records which of a drafter's drafts became text, with their confidences."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from aquiline.tree import DraftTree
 
 @dataclass(frozen=True)
 class Node:
-    """A drafted node and what became of it.
+    """A drafted node and its fate.
 
     Attributes:
         ranks: position among its siblings at every level, from the root down: (0, 2) is the third
             child of the first child.
         confidence: the draft's probability of the token given its parent, or None.
-        judged: its parent was accepted, so that the target decided about it.
+        judged: its parent was accepted, so the target decided about it.
         accepted: the text runs through it.
     """
 
@@ -51,7 +51,7 @@ class Recorder:
 
     Attributes:
         inner: the drafter.
-        steps: what was drafted and what became text, per row and step that asked for drafts.
+        steps: drafts and emitted tokens, per row and step that asked for drafts.
     """
 
     inner: Drafter
@@ -83,7 +83,7 @@ class Recorder:
 
 
 def nodes_of(step: Step) -> Iterator[Node]:
-    """The nodes of a step's tree that may be accepted, in the order of the tree, without the root."""
+    """Yields the nodes of a step's tree that may be accepted, in the order of the tree, without the root."""
     tree, row = step.tree, step.index
     limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
@@ -103,7 +103,7 @@ def nodes_of(step: Step) -> Iterator[Node]:
 
 
 def judged_nodes(steps: Sequence[Step]) -> Iterator[Node]:
-    """The candidates below accepted nodes, in the order of the steps and of the trees."""
+    """Yields the candidates below accepted nodes, in the order of the steps and of the trees."""
     return (node for step in steps for node in nodes_of(step) if node.judged)
 
 

@@ -1,4 +1,4 @@
-"""Raw measurements: one record per method, question and turn, in a log that survives a kill."""
+"""Keeps raw measurements, one record per method, question and turn, in a log that survives a kill."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Record:
 
     @property
     def case(self) -> tuple[str, str, int, float, int]:
-        """What methods are compared on: the same prompt under the same conditions."""
+        """Prompts and conditions, on which methods are compared."""
         return self.task, "+".join(self.questions), self.turn, self.temperature, self.batch
 
     @property

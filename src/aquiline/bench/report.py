@@ -1,8 +1,9 @@
-"""The results JSON, and the Markdown and HTML made from it alone."""
+"""Compiles the results JSON, and renders Markdown from it."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def compile_results(
     divergences: Sequence[Mapping[str, Any]],
     curve: Sequence[Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Everything that is known about a run; all summaries follow from the records.
+    """Compiles the results of a run; all summaries follow from the records.
 
     Raises:
         ValueError: nothing was measured, because no question fits the context.
@@ -41,18 +42,15 @@ def compile_results(
             f"{settings['max_new_tokens']} new tokens; lower the budget or give shorter questions"
         )
     raw = [record_json(record) for record in records]
-    records = [record_from_json(values) for values in raw]  # as rounded there: what is written must add up
+    records = [record_from_json(values) for values in raw]  # rounded as they are written
     chains = [method["label"] for method in methods if method["chain"]]
-    counts: dict[str, int] = {}
-    for question in questions:
-        counts[question.task] = counts.get(question.task, 0) + 1
     return {
         "schema": SCHEMA,
         "settings": dict(settings),
         "environment": {**environment, "plain_spread": metrics.plain_spread(records)},
         "methods": [dict(method) for method in methods],
         "not_run": [dict(entry) for entry in not_run],
-        "questions": counts,
+        "questions": dict(Counter(question.task for question in questions)),
         "skipped": [dict(entry) for entry in skipped],
         "definitions": metrics.DEFINITIONS,
         "summary": metrics.summarise(records, chains),
@@ -76,12 +74,14 @@ def write_report(results: Mapping[str, Any], folder: Path) -> str:
 
 
 def render_markdown(results: Mapping[str, Any]) -> str:
-    """The table of speedups and τ, the agreement, and what it was measured on."""
+    """Renders the table of speedups and τ, the agreement, and the environment."""
     lines = [f"# {results['environment']['target']}: methods side by side", ""]
     for temperature in results["settings"]["temperatures"]:
         lines += _table(results, temperature)
-    lines += ["Cells: speedup against plain decoding in the same engine / τ. Last columns: medians over all", ""]
-    lines[-2] += " prompts, with 95 % bootstrap intervals."
+    lines.append(
+        "Cells: speedup against plain decoding in the same engine / τ. Last columns: medians over all prompts, with "
+        "95 % bootstrap intervals."
+    )
     lines += _agreement_lines(results)
     lines += ["", environment_line(results)]
     for entry in results["not_run"]:

@@ -1,10 +1,9 @@
-"""The run: methods take turns on every question, and every result is kept at once."""
+"""Runs methods by turns on every question, and keeps every result at once."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -100,14 +99,16 @@ def _run_bench(settings: BenchSettings, bed: Bed | None, quiet: bool) -> BenchRe
     folder.mkdir(parents=True, exist_ok=True)
     log = RunLog(folder / "records.jsonl", identity(settings))
     try:
-        run = _Run(settings, bed, _contestants(methods), log, _done(log))
+        known = [record_from_json(values) for values in log.of_kind("record")]
+        done = {(record.case, record.method, record.repeat): record for record in known}
+        run = _Run(settings, bed, _contestants(methods), log, done)
         _run_all(run, questions, quiet)
         if settings.cost_curve and not log.of_kind("cost"):
             log.append("cost", {"curve": cost_curve(bed.target)})
         results = compile_results(
             settings=identity(settings),
             environment=environment(bed),
-            methods=[_method_json(method) for method in methods],
+            methods=[{name: getattr(m, name) for name in ("label", "settings", "head", "chain")} for m in methods],
             not_run=missing,
             questions=questions,
             skipped=run.skipped,
@@ -125,7 +126,7 @@ def _run_bench(settings: BenchSettings, bed: Bed | None, quiet: bool) -> BenchRe
 
 
 def open_bed(settings: BenchSettings) -> Bed:
-    """Loads what all methods share."""
+    """Loads the parts that all methods share."""
     loaded = load(settings.target, None, dtype=settings.dtype, device=settings.device)
     engine = loaded.engine
     if engine.tokenizer is None:
@@ -138,7 +139,7 @@ def open_bed(settings: BenchSettings) -> Bed:
 def _available(
     specs: Sequence[MethodSpec], bed: Bed, demanded: frozenset[str]
 ) -> tuple[list[Method], list[dict[str, str]]]:
-    """Builds the methods; those that nobody demanded may be missing."""
+    """Builds the methods; only `demanded` ones must not be missing."""
     methods, missing = [], []
     for spec in specs:
         try:
@@ -151,28 +152,15 @@ def _available(
     return methods, missing
 
 
-def _method_json(method: Method) -> dict[str, Any]:
-    return {"label": method.label, "settings": method.settings, "head": method.head, "chain": method.chain}
-
-
 def _contestants(methods: Sequence[Method]) -> list[tuple[Method, int]]:
-    """All methods once, and plain a second time half a round away: its spread is the noise."""
+    """Adds a second plain run half a round away from the first: their spread is the noise."""
     order = [(method, 0) for method in methods]
     order.insert(1 + len(methods) // 2, (methods[0], 1))
     return order
 
 
-def _done(log: RunLog) -> dict[tuple[Any, ...], Record]:
-    records = [record_from_json(values) for values in log.of_kind("record")]
-    return {_key(r.case, r.method, r.repeat): r for r in records}
-
-
-def _key(case: tuple[Any, ...], method: str, repeat: int) -> tuple[Any, ...]:
-    return (*case, method, repeat)
-
-
 def _groups(run: _Run, questions: Sequence[Question]) -> list[_Group]:
-    """The plan: what is decoded together, in order."""
+    """Plans the groups that are decoded together, in order."""
     groups, settings = [], run.settings
     tasks = list(dict.fromkeys(q.task for q in questions))
     first = "mt_bench" if "mt_bench" in tasks else tasks[0]
@@ -193,16 +181,20 @@ def _groups(run: _Run, questions: Sequence[Question]) -> list[_Group]:
 
 
 def _run_all(run: _Run, questions: Sequence[Question], quiet: bool) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
     groups = _groups(run, questions)
-    total = sum(len(_taking_part(run, group, number)) for number, group in enumerate(groups))
-    with _progress(total, quiet) as advance:
-        for number, group in enumerate(groups):
-            _run_group(run, group, number)
-            advance(len(_taking_part(run, group, number)))
+    taking_part = [_taking_part(run, group, number) for number, group in enumerate(groups)]
+    with Progress(console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("measuring", total=sum(map(len, taking_part)))
+        for number, (group, contestants) in enumerate(zip(groups, taking_part, strict=True)):
+            _run_group(run, group, number, contestants)
+            bar.advance(task, len(contestants))
 
 
 def _taking_part(run: _Run, group: _Group, number: int) -> list[tuple[Method, int]]:
-    """The contestants on a group: of single questions, the references take some only, and different ones."""
+    """Selects a group's contestants; of single questions, each reference runs on some only, and on different ones."""
     every = run.settings.reference_every
     if group.batch > 1 or every == 1:
         return run.contestants
@@ -212,16 +204,15 @@ def _taking_part(run: _Run, group: _Group, number: int) -> list[tuple[Method, in
     return [(method, repeat) for method, repeat in run.contestants if (method.label, repeat) not in left_out]
 
 
-def _run_group(run: _Run, group: _Group, number: int) -> None:
+def _run_group(run: _Run, group: _Group, number: int, contestants: Sequence[tuple[Method, int]]) -> None:
     answers: list[list[str]] = [[] for _ in group.questions]
     for turn in range(group.turns):
         case = _case(run, group, turn, answers)
         if case is None:
             return
         # Rotated, so that no method always runs first or after the same one.
-        contestants = _taking_part(run, group, number)
         shift = (number + turn) % len(contestants)
-        for method, repeat in contestants[shift:] + contestants[:shift]:
+        for method, repeat in (*contestants[shift:], *contestants[:shift]):
             _run_one(run, method, case, repeat)
         plain = _collect(run, case, contestants)
         decode = run.bed.tokenizer.decode
@@ -231,18 +222,18 @@ def _run_group(run: _Run, group: _Group, number: int) -> None:
 
 def _collect(run: _Run, case: Case, contestants: Sequence[tuple[Method, int]]) -> Record:
     """Puts the case's records in the order of the methods, checks them, returns plain decoding's."""
-    records = [run.done[_key(_case_key(case), method.label, repeat)] for method, repeat in contestants]
+    records = [run.done[case.key, method.label, repeat] for method, repeat in contestants]
     run.records += records
-    plain = run.done[_key(_case_key(case), PLAIN, 0)]
+    plain = run.done[case.key, PLAIN, 0]
     if case.temperature == 0:
-        # Transformers has kernels of its own: its agreement is reported, and no one's fault.
+        # Transformers has kernels of its own: its divergences are reported, but are not errors.
         ours = [record for record in records if record.method != HF]
         run.divergences += find_divergences(run.bed.target, ours, plain, case.prompts)
     return plain
 
 
 def _case(run: _Run, group: _Group, turn: int, answers: Sequence[Sequence[str]]) -> Case | None:
-    """The prompts of a turn, which hold plain decoding's answers so far; None if one does not fit."""
+    """Encodes the prompts of a turn, with plain decoding's answers so far; None if one does not fit."""
     prompts = [_prompt(run, q, turn, given) for q, given in zip(group.questions, answers, strict=True)]
     if not all(_fits(run, q, turn, prompt) for q, prompt in zip(group.questions, prompts, strict=True)):
         return None
@@ -258,7 +249,7 @@ def _prompt(run: _Run, question: Question, turn: int, answers: Sequence[str]) ->
 
 
 def _fits(run: _Run, question: Question, turn: int, prompt: Sequence[int]) -> bool:
-    """Whether prompt and answer fit the context; those that do not are counted."""
+    """Returns True if prompt and answer fit the context; records those that do not."""
     if len(prompt) + run.settings.max_new_tokens <= run.bed.target.shape.max_positions:
         return True
     entry = {"task": question.task, "question": question.id, "turn": turn, "prompt_tokens": len(prompt)}
@@ -268,7 +259,7 @@ def _fits(run: _Run, question: Question, turn: int, prompt: Sequence[int]) -> bo
 
 
 def encode_turns(bed: Bed, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """Token ids of a conversation whose last user turn waits for its answer.
+    """Encodes a conversation whose last user turn waits for its answer.
 
     Args:
         bed: gives the tokenizer; without a chat template, the texts are joined by blank lines.
@@ -284,12 +275,8 @@ def encode_turns(bed: Bed, turns: Sequence[str], answers: Sequence[str]) -> list
     return encode_prompt(bed.tokenizer, messages)
 
 
-def _case_key(case: Case) -> tuple[Any, ...]:
-    return case.task, "+".join(case.questions), case.turn, case.temperature, len(case.prompts)
-
-
 def _run_one(run: _Run, method: Method, case: Case, repeat: int) -> None:
-    key = _key(_case_key(case), method.label, repeat)
+    key = case.key, method.label, repeat
     if key in run.done:
         return
     if (method.label, len(case.prompts)) not in run.warm:
@@ -298,28 +285,3 @@ def _run_one(run: _Run, method: Method, case: Case, repeat: int) -> None:
     record = measure(run.bed, method, case, repeat)
     run.done[key] = record
     run.log.append("record", record_json(record))
-
-
-@contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error."""
-    if quiet:
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("measuring", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -1,4 +1,4 @@
-"""Settings of benchmarks and of tuning: each is checked, shown by ``--help`` and written once, here."""
+"""Defines the settings of benchmarks and of tuning, for their checks, ``--help`` and the docs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _by_preset(name: str, usual: Any) -> str:
-    """A default in words: that of the standard run, and where --quick and --full differ from it."""
+    """Describes a default: that of the standard run, and where --quick and --full differ from it."""
 
     def words(preset: str) -> str:
         value = PRESETS[preset].get(name, usual)

@@ -1,4 +1,4 @@
-"""Finds the method and tree with the highest tokens/s on someone's own prompts."""
+"""Finds the method and tree with the highest tokens/s on a user's prompts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger("aquiline")
 
 PROBE_CHAIN = 6
 LARGEST = DynamicTree(num_nodes=48, depth=6, top_k=6)
-"""The tree whose acceptance is recorded; what is proposed is a part of it."""
+"""The tree whose acceptance is recorded; all proposals are parts of it."""
 
 
 @dataclass(frozen=True, eq=False)
 class TuneReport:
-    """What tuning found.
+    """The result of tuning.
 
     Attributes:
         choice: the winner, as written.
@@ -90,7 +90,7 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
 
 
 def _split(bed: Bed, settings: TuneSettings) -> tuple[list[Case], list[Case]]:
-    """Prompts for proposing and for confirming; those over the context are left out and said."""
+    """Splits the prompts into those that propose and those that confirm; logs those that exceed the context."""
     cases = []
     for question in load_questions(settings.prompts):
         prompt = tuple(encode_turns(bed, question.turns[:1], ()))
@@ -113,14 +113,14 @@ def _split(bed: Bed, settings: TuneSettings) -> tuple[list[Case], list[Case]]:
 def _propose(
     bed: Bed, source: Source, cases: Sequence[Case], curve: Sequence[dict[str, float]], count: int
 ) -> list[Candidate]:
-    """The best trees of a family by prediction, at most two of a kind, and its default."""
+    """Returns the best trees of a family by prediction, without near-copies, and its default."""
     profile, costs = _profile(bed, source, cases, curve)
     if not profile.steps:
         return []
     ranked = sorted((predict(profile, costs, policy) for policy in source.options), key=lambda p: -p.tokens_per_second)
     chosen: list[Prediction] = []
     for prediction in ranked:
-        # Neighbours in the ranking are near-copies: take trees that do something else.
+        # Neighbours in the ranking are near-copies: take trees that differ.
         if all(_differs(prediction, other) for other in chosen):
             chosen.append(prediction)
         if len(chosen) == count:
@@ -162,7 +162,7 @@ def _profile(
 
 
 def _rest(record: Record) -> float:
-    """Seconds of a record that belong to no forward, the prefill left out."""
+    """Returns a record's seconds outside prefill and forwards."""
     named = sum(record.phases.get(name, 0.0) for name in ("prefill", "draft", "target", "extend"))
     return max(0.0, record.seconds - named)
 
@@ -172,7 +172,7 @@ def _unique(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _confirm(bed: Bed, contestants: Sequence[Candidate], cases: Sequence[Case]) -> dict[str, list[Record]]:
-    """Everyone on every confirming prompt, in turn; one unmeasured round to warm up."""
+    """Measures every contestant on every confirming prompt, in turn, after one round to warm up."""
     methods = [Method(candidate.label, candidate.drafter, "") for candidate in contestants]
     for method in methods:
         measure(bed, method, cases[0])

@@ -22,18 +22,10 @@ from aquiline.drafters.eagle_network import (
     join_network,
     new_draft_cache,
 )
+from aquiline.drafters.filling import Pool, fill_tree, parents_of
 from aquiline.drafters.native import NativeNetwork, native_network
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
-from aquiline.drafters.trees import (
-    Chain,
-    DynamicTree,
-    Pool,
-    StaticTree,
-    TreePolicy,
-    fill_tree,
-    parents_of,
-    paths_of,
-)
+from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy, paths_of
 from aquiline.native.chain import NativeChain
 from aquiline.native.codes import WeightFormat
 from aquiline.targets.native import NativeDecoder

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from aquiline import tree as trees
 from aquiline.drafters.coupled import GAMMA, Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
+from aquiline.drafters.filling import Candidates, fill_tree, parents_of
 from aquiline.drafters.parallel_network import (
     HydraNetwork,
     MedusaNetwork,
@@ -20,7 +21,7 @@ from aquiline.drafters.parallel_network import (
     PublishedHydraNetwork,
     PublishedMedusaNetwork,
 )
-from aquiline.drafters.trees import Candidates, Chain, StaticTree, fill_tree, parents_of, paths_of
+from aquiline.drafters.trees import Chain, StaticTree, paths_of
 from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
 

@@ -18,8 +18,9 @@ from aquiline import tree as trees
 from aquiline.cache import KVCache, commit, copy_prefix, truncate
 from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
+from aquiline.drafters.filling import to_host
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
-from aquiline.drafters.trees import Chain, to_host
+from aquiline.drafters.trees import Chain
 from aquiline.targets.target import Target, TargetInput, TargetOutput, TargetShape
 from aquiline.tree import DraftTree
 
