@@ -181,15 +181,14 @@ def load(
     Raises:
         ValueError: an unknown name, a head that does not fit, contradictory settings, an `exact` that cannot hold here.
     """
-    _check_settings(target, draft, tree, packed=packed, exact=exact, adaptive=adaptive, shared_lookup=shared_lookup)
+    flags = {"packed": packed, "exact": exact, "adaptive": adaptive, "shared_lookup": shared_lookup}
+    _check_arguments(target, draft, tree, tokenizer, lossy, **flags)
     tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
     fast = _fast(model, path, dtype, packed, exact)
-    _check_parts(draft, tokenizer, lossy)
     made = make_drafter(draft, tree, fast, path, packed, shared_lookup=shared_lookup)
-    default = tree is None and isinstance(draft, str | Path)
+    drafter = _watched(made.drafter, adaptive, tree is None and isinstance(draft, str | Path))
     end_ids, defaults = generation_defaults(path, target, tokenizer)
-    drafter = _watched(made.drafter, adaptive, default)
     return Loaded(Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows), path, made.name, defaults)
 
 
@@ -212,19 +211,13 @@ def _watched(drafter: Drafter | None, adaptive: bool | None, default: bool) -> D
     return Adaptive(drafter) if adaptive else drafter
 
 
-def _check_settings(target: Any, draft: Any, tree: Any, **flags: Any) -> None:
-    """Rejects empty names, which would mean the current folder, and flags that are not booleans."""
+def _check_arguments(target: Any, draft: Any, tree: Any, tokenizer: Any, lossy: Any, **flags: Any) -> None:
     for name, value in (("target", target), ("draft", draft), ("tree", tree)):
-        if value == "":
+        if value == "":  # which would mean the current folder
             raise ValueError(f"{name} is ''; allowed: a name or a file, or leave it out")
     for name, value in flags.items():
         flag(name, value, optional=name == "adaptive")
-
-
-def _check_parts(draft: Any, tokenizer: Any, lossy: Any) -> None:
-    methods = ("new_state", "extend", "propose", "copy", "reset")
-    drafts = isinstance(getattr(draft, "needs", None), Needs) and all(hasattr(draft, name) for name in methods)
-    drafts = drafts and not isinstance(draft, type)
+    drafts = isinstance(getattr(draft, "needs", None), Needs) and not isinstance(draft, type)
     if not (draft is None or isinstance(draft, str | Path) or drafts):
         raise TypeError(
             f"draft is a {type(draft).__name__}; allowed: a name, a folder, a file, a hub id, a Drafter, or None "

@@ -45,16 +45,18 @@ def cost_curve(
         # Nothing is committed, so every forward sees the same cache.
         target.forward(TargetInput(draft[:, :size], positions[:, context : context + size], None, cache, slots))
 
-    return _interleaved(dict.fromkeys(sizes, forward), repeats, device)
+    return _interleaved(forward, sizes, repeats, device)
 
 
-def _interleaved(work: dict[int, Callable[[int], None]], repeats: int, device: torch.device) -> list[dict[str, float]]:
-    times: dict[int, list[float]] = {size: [] for size in work}
+def _interleaved(
+    run: Callable[[int], None], sizes: Sequence[int], repeats: int, device: torch.device
+) -> list[dict[str, float]]:
+    times: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 2):  # two rounds to warm up
-        for size, run in work.items():
+        for size in sizes:
             start = time.perf_counter()
             run(size)
-            if torch.device(device).type == "cuda":
+            if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if repeat >= 2:
                 times[size].append(time.perf_counter() - start)

@@ -17,7 +17,7 @@ from aquiline.bench.methods import Bed
 
 def environment(bed: Bed) -> dict[str, Any]:
     """Returns hardware, versions, threads and dtype as JSON-serialisable values."""
-    device = torch.device(bed.target.device)
+    device = bed.target.device
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": platform.machine(),

@@ -130,7 +130,7 @@ def _measure_hf(bed: Bed, method: Method, case: Case, repeat: int, before: int |
 
 def _reset_peak(bed: Bed) -> int | None:
     """Starts a new peak of memory; returns the bytes in use now, or None where the system does not report them."""
-    if torch.device(bed.target.device).type == "cuda":
+    if bed.target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(bed.target.device)
         return torch.cuda.memory_allocated(bed.target.device)
     try:
@@ -143,7 +143,7 @@ def _reset_peak(bed: Bed) -> int | None:
 def _peak(bed: Bed, before: int | None) -> dict[str, int]:
     if before is None:
         return {}
-    if torch.device(bed.target.device).type == "cuda":
+    if bed.target.device.type == "cuda":
         return {"before": before, "peak": torch.cuda.max_memory_allocated(bed.target.device)}
     return {"before": before, "peak": max(before, _resident("VmHWM"))}
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from aquiline.checkpoints.open import SHIPPED, Head, open_head, shipped_for
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter
@@ -217,7 +215,7 @@ def _hf(spec: MethodSpec, bed: Bed) -> Method:
 
     if bed.path is None:
         raise ValueError("method hf loads the target's folder again with transformers, and this target has none")
-    model = load_hf(bed.path, bed.target.dtype, torch.device(bed.target.device))
+    model = load_hf(bed.path, bed.target.dtype, bed.target.device)
     return Method(spec.label, None, "transformers", hf_model=model)
 
 

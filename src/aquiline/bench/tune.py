@@ -59,8 +59,8 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
     Args:
         settings: the run.
         bed: a loaded target; None loads the one that the settings name.
-        sources: drafter families; None: the target's EAGLE head and prompt lookup; what drafts only
-            one tree (Medusa, Hydra, load()'s default) is a contestant as it is.
+        sources: drafter families; None: the target's EAGLE head and prompt lookup. Drafts with a single tree
+            (Medusa, Hydra, load()'s default) compete with it.
 
     Raises:
         ValueError: too few prompts, or a head that does not fit.

@@ -59,60 +59,49 @@ class Source:
 
 
 def find_sources(bed: Bed, draft: str, largest: DynamicTree) -> tuple[list[Source], list[Candidate]]:
-    """Families to propose trees from, and drafts that run as they are.
+    """Finds the families to propose trees from, and the drafts that run with their default tree.
 
     Args:
         bed: the target.
-        draft: "auto" (all heads that ship for the target), or a head's name or folder.
+        draft: "auto" (all heads that ship for the target; of these, only EAGLE-3's tree is tuned), or a head's name
+            or folder.
         largest: the tree of an EAGLE head whose acceptance is recorded.
 
     Raises:
         ValueError: a head that does not fit.
     """
-    lookup = _lookup_source(bed)
-    if draft == "auto":
-        opened = (open_head(folder, bed.target.shape) for folder in shipped_for(bed.path))
-        shipped = {head.kind: head for head in opened}
-        if "eagle3" not in shipped:
-            logger.info("no EAGLE-3 head ships for %s: load()'s default is prompt lookup", bed.name)
-            return [lookup], [_as_it_is(bed, head) for head in shipped.values()]
-        others = [_as_it_is(bed, head) for kind, head in shipped.items() if kind != "eagle3"]
-        return [_eagle_source(bed, shipped["eagle3"], largest), lookup], [_as_it_is(bed, "auto"), *others]
-    head = open_head(draft, bed.target.shape)
-    if head.kind in ("eagle", "eagle3"):
-        return [_eagle_source(bed, head, largest), lookup], []
-    return [lookup], [_as_it_is(bed, head)]
-
-
-def _as_it_is(bed: Bed, draft: Head | str) -> Candidate:
-    """Makes a contestant of a draft with its default tree."""
-    made = make_drafter(draft, None, bed.target, bed.path)
-    if isinstance(draft, Head):
-        return Candidate(made.name, shown(draft), None, made.drafter)
-    return Candidate(f"{draft}: {made.name}", draft, None, made.drafter)
-
-
-def _eagle_source(bed: Bed, head: Head, largest: DynamicTree) -> Source:
-    return _source(bed, head, shown(head), f"{head.path.name} ({head.kind})", largest, candidates(largest))
-
-
-def _lookup_source(bed: Bed) -> Source:
+    auto = draft == "auto"
+    heads = [open_head(name, bed.target.shape) for name in (shipped_for(bed.path) if auto else [draft])]
+    tuned = [head for head in heads if head.kind == "eagle3" or (head.kind == "eagle" and not auto)]
+    others = [_with_default(bed, head) for head in heads if head not in tuned]
+    if auto and tuned:
+        others.insert(0, _with_default(bed, "auto"))
+    elif auto:
+        logger.info("no EAGLE-3 head ships for %s: load()'s default is prompt lookup", bed.name)
     depths = [Chain(depth) for depth in range(1, LOOKUP_DEPTH + 1)]
-    return _source(bed, "prompt-lookup", "prompt-lookup", "prompt lookup", Chain(LOOKUP_DEPTH), depths)
+    lookup = _source(bed, "prompt-lookup", "prompt lookup", depths[-1], depths)
+    options = candidates(largest)
+    eagles = [_source(bed, head, f"{head.path.name} ({head.kind})", largest, options) for head in tuned]
+    return [*eagles, lookup], others
+
+
+def _with_default(bed: Bed, draft: Head | str) -> Candidate:
+    made = make_drafter(draft, None, bed.target, bed.path)
+    label = made.name if isinstance(draft, Head) else f"{draft}: {made.name}"
+    return Candidate(label, _loadable(draft), None, made.drafter)
 
 
 def _source(
-    bed: Bed,
-    opened: Head | str,
-    draft: str,
-    name: str,
-    probe: DynamicTree | Chain,
-    options: Sequence[Chain | DynamicTree],
+    bed: Bed, draft: Head | str, name: str, probe: DynamicTree | Chain, options: Sequence[Chain | DynamicTree]
 ) -> Source:
     def make(policy: TreePolicy) -> Drafter:
-        drafter = make_drafter(opened, policy, bed.target, bed.path).drafter
+        drafter = make_drafter(draft, policy, bed.target, bed.path).drafter
         assert drafter is not None
         return drafter
 
-    default = make_drafter(opened, None, bed.target, bed.path).tree
-    return Source(draft, name, make, probe, options, default)
+    default = make_drafter(draft, None, bed.target, bed.path).tree
+    return Source(_loadable(draft), name, make, probe, options, default)
+
+
+def _loadable(draft: Head | str) -> str:
+    return shown(draft) if isinstance(draft, Head) else draft

@@ -29,12 +29,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     names = {field.name for field in dataclasses.fields(BenchSettings)}
     add_setting_options(parser, BenchSettings, names - {"target", "try_methods", "heads", "dtype", "device", "threads"})
     parser.add_argument("--json", action="store_true", help="print results.json instead of the table")
-    parser.add_argument("--list", action="store_true", help="list methods and tasks, and end")
+    parser.add_argument("--list", action="store_true", help="list methods and tasks, then exit")
     parser.add_argument(
         "--download",
         metavar="DIR",
-        help="get the papers' questions from the model hub, as files for --questions, and end; "
-        "--tasks and --per-task choose",
+        help="download the papers' questions from the model hub, as files for --questions, then exit; "
+        "--tasks and --per-task select",
     )
     add_machine_options(parser)
 
@@ -65,12 +65,12 @@ def _download(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, as fields of `BenchSettings`."""
+    """Converts the given options to fields of `BenchSettings`."""
     from aquiline.bench.settings import BenchSettings
 
     given = given_settings(arguments, BenchSettings)
     if arguments.methods:
-        given["try_methods"] = ()  # what was asked for by name must run, and nothing else
+        given["try_methods"] = ()  # methods requested by name must run, and no others
         given.setdefault("reference_every", 1)  # a short list needs no savings
     if arguments.head:
         given["heads"] = tuple(_head(text) for text in arguments.head)
