@@ -1,4 +1,4 @@
-"""Every method by its name, on a tiny target: it builds, drafts, and says what plain decoding says."""
+"""Builds every method by its name on a tiny target, and compares its output with plain decoding."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_every_method_is_tried() -> None:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_a_method_says_what_plain_decoding_says(bed: Bed, label: str) -> None:
+def test_a_method_emits_plain_decodings_tokens(bed: Bed, label: str) -> None:
     case = Case("qa", ("1",), 0, ((3, 14, 15, 3, 14, 15, 3, 14),), 0.0, 16)
     method = make_method(parse_method(label), bed)
     plain, mine = (measure(bed, m, case) for m in (Method("plain", None, ""), method))
@@ -66,7 +66,7 @@ def test_a_method_says_what_plain_decoding_says(bed: Bed, label: str) -> None:
     assert bool(mine.calibration) == (mine.nodes > 0 and not label.startswith(("look", "eagle3+")))
 
 
-def test_a_head_of_another_kind_is_refused(bed: Bed) -> None:
+def test_a_head_of_the_wrong_kind(bed: Bed) -> None:
     wrong = Bed(bed.target, None, (), None, "tiny", {"eagle": bed.heads["eagle3"], "medusa": bed.heads["hydra"]})
     for method in ("eagle", "medusa"):
         with pytest.raises(ValueError, match=f"method {method} needs a head of kind '{method}', and .* is "):
@@ -88,7 +88,7 @@ def test_a_head_of_another_kind_is_refused(bed: Bed) -> None:
         ("eagle3:", "'eagle3:' has an empty part.*leave the colon out"),
     ],
 )
-def test_settings_that_make_no_tree(bed: Bed, label: str, reason: str) -> None:
+def test_rejected_trees_and_settings(bed: Bed, label: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         make_method(parse_method(label), bed)
 

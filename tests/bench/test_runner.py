@@ -1,4 +1,4 @@
-"""The whole run: what it writes, that it can be killed and resumed, and what it refuses."""
+"""The whole run: its files, resuming after a kill, and rejected settings."""
 
 import dataclasses
 import json
@@ -162,7 +162,7 @@ def test_killed_and_resumed_equals_uninterrupted(
             assert entry in resumed.results["records"]
 
 
-def test_another_run_in_the_folder_is_refused(questions: Path, tmp_path: Path) -> None:
+def test_a_folder_with_another_run_is_rejected(questions: Path, tmp_path: Path) -> None:
     run_bench(settings(questions, tmp_path / "out", batch_sizes=(1,)), path_bed(), quiet=True)
     with pytest.raises(ValueError, match=r"max_new_tokens: 24 → 25.*another output folder"):
         run_bench(settings(questions, tmp_path / "out", batch_sizes=(1,), max_new_tokens=25), path_bed(), quiet=True)
@@ -286,6 +286,6 @@ def test_larger_batches_run_on_mt_bench_wherever_it_stands(questions: Path, tmp_
     assert {r["task"] for r in results["records"] if r["batch"] == 2} == {"mt_bench"}
 
 
-def test_an_unknown_batch_task_is_refused(questions: Path, tmp_path: Path) -> None:
+def test_an_unknown_batch_task_is_rejected(questions: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'sum'.*mt_bench, qa"):
         run_bench(settings(questions, tmp_path / "out", batch_task="sum"), path_bed(), quiet=True)

@@ -1,4 +1,4 @@
-"""Question files: formats, selection, and every refusal."""
+"""Question files: formats, selection, and every rejected file."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_spec_bench_file_is_told_apart_by_category(tmp_path: Path) -> None:
         load_questions([file])
 
 
-def test_ones_own_prompts_as_text_or_json(tmp_path: Path) -> None:
+def test_user_prompts_as_text_or_json(tmp_path: Path) -> None:
     text = tmp_path / "mine.txt"
     text.write_text("One prompt.\n\nAnother.\n", encoding="utf-8")
     lines = write(tmp_path / "other.jsonl", [{"prompt": "Third."}])
@@ -86,7 +86,7 @@ def test_malformed_lines_are_named(tmp_path: Path, line: str, reason: str) -> No
         load_questions([file])
 
 
-def test_bytes_that_are_no_text_are_named_and_a_mark_of_order_is_read_over(tmp_path: Path) -> None:
+def test_invalid_utf8_is_named_and_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "qa.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"turns": ["good"]}\r\n{"turns": ["\xff"]}\n')
     with pytest.raises(ValueError, match=r"qa.jsonl, line 2: .*can't decode byte 0xff"):
@@ -95,7 +95,7 @@ def test_bytes_that_are_no_text_are_named_and_a_mark_of_order_is_read_over(tmp_p
     assert [q.turns for q in load_questions([file])] == [("good",)]
 
 
-def test_one_question_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_one_question_in_two_files_is_rejected(tmp_path: Path) -> None:
     first = write(tmp_path / "a" / "qa.jsonl", [{"question_id": 1, "turns": ["Which?"]}])
     second = write(tmp_path / "b" / "qa.jsonl", [{"question_id": 1, "turns": ["Another."]}])
     with pytest.raises(ValueError, match=r"question 1 of task qa is in .*a/qa.jsonl and in .*b/qa.jsonl.*rename"):
@@ -104,7 +104,7 @@ def test_one_question_in_two_files_is_refused(tmp_path: Path) -> None:
     assert [q.task for q in load_questions([first, other])] == ["qa", "mine"]
 
 
-def test_unknown_task_lists_what_there_is(tmp_path: Path) -> None:
+def test_an_unknown_task_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'mmlu'.*mt_bench, humaneval, gsm8k"):
         load_questions(tasks=["mmlu"])
 

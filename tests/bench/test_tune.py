@@ -68,7 +68,7 @@ def test_predictions_of_a_profile_worked_out_by_hand() -> None:
     assert floor.tokens_per_second == pytest.approx(1.5 / floor.seconds_per_step)
 
 
-def test_prediction_of_the_recorded_tree_is_what_was_measured() -> None:
+def test_the_recorded_tree_is_predicted_as_measured() -> None:
     target = tiny.decoder("llama", torch.float32)
     policy = DynamicTree(12, 3, 3)
     drafter = Recorder(EagleDrafter(tiny.head("eagle3", dtype=torch.float32), target, policy))

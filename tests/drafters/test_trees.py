@@ -1,4 +1,4 @@
-"""Trees: their numbers are judged, and one language names them everywhere."""
+"""Trees: their numbers are checked, and one language names them everywhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_numbers_of_another_kind(case: str) -> None:
+def test_numbers_of_the_wrong_type(case: str) -> None:
     make, words = KINDS[case]
     with pytest.raises(TypeError, match=words):
         make()
@@ -91,7 +91,7 @@ def test_bare_trees_suit_the_draft_and_the_device(text: str, levels: int | None,
         ("dynamic:500,2,3", "num_nodes 500 .* at most 13 nodes; lower num_nodes"),
     ],
 )
-def test_what_is_no_tree(text: str, words: str) -> None:
+def test_rejected_trees(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_tree(text)
 

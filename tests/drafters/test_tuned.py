@@ -1,4 +1,4 @@
-"""The tuned file: round trips, refusals, and what `load` makes of it."""
+"""The tuned file: round trips, rejected files, and how `load` follows it."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_round_trip(tmp_path: Path, tree: TreePolicy | BareTree) -> None:
     assert json.loads((tmp_path / "tuned.json").read_text())["evidence"] == {"tokens_per_second": 81.5}
 
 
-def test_what_load_makes_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, target = tmp_path / "tuned.json", PathTarget(11)
     write_tuned(file, TunedChoice("prompt lookup", "prompt-lookup", Chain(7)), {})
     drafter = make_drafter("auto", file, target, None).drafter
@@ -59,7 +59,7 @@ HEAD = '{"format": "aquiline-tuned", "version": 2, "method": "m", "draft": "d", 
         ),
     ],
 )
-def test_refusals(tmp_path: Path, text: str, reason: str) -> None:
+def test_rejected_files(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "tuned.json").write_text(text)
     with pytest.raises(ValueError, match=reason):
         read_tuned(tmp_path / "tuned.json")
