@@ -17,7 +17,6 @@ class HfRun:
 
     Attributes:
         outputs: per row, new token ids up to and including the end token.
-        seconds: duration of the call.
         token_seconds: seconds from the call to each token (of all rows together).
     """
 

@@ -26,13 +26,9 @@ class Case:
     """Prompts and conditions, the same for every method.
 
     Attributes:
-        task: the questions' task.
         questions: ids of the questions, one for each row.
         turn: index of the turn, from 0.
         prompts: token ids of each row.
-        temperature: 0 is greedy.
-        max_new_tokens: budget of each row.
-        seed: of the draws.
     """
 
     task: str

@@ -19,14 +19,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 54
 
 @dataclass(frozen=True)
 class Point:
-    """A value with an interval.
-
-    Attributes:
-        x: position; the index of a group in a bar chart.
-        y: value.
-        low: lower end of its interval, or None.
-        high: upper end, or None.
-    """
+    """A value with its interval, or None; in a bar chart, `x` is the index of a group."""
 
     x: float
     y: float
@@ -36,13 +29,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one method.
-
-    Attributes:
-        label: legend entry.
-        points: sorted by x.
-        colour: CSS colour.
-    """
+    """Points of one method, sorted by x."""
 
     label: str
     points: Sequence[Point]
@@ -55,8 +42,6 @@ class Axes:
 
     Attributes:
         title: description for screen readers.
-        x_label: label of the x axis.
-        y_label: label of the y axis.
         groups: names on the x axis; empty for a numeric axis.
         guide: y of a dashed line ("no gain"), or None.
         diagonal: draw y = x.

@@ -66,14 +66,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected performance of a tree policy.
-
-    Attributes:
-        policy: the tree policy.
-        tokens_per_step: τ.
-        nodes: mean drafted nodes.
-        seconds_per_step: seconds of a whole step.
-    """
+    """Expected τ, mean number of drafted nodes, and seconds of a whole step, of a tree policy."""
 
     policy: Chain | DynamicTree
     tokens_per_step: float

@@ -31,13 +31,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, eq=False)
 class BenchReport:
-    """A finished run.
-
-    Attributes:
-        results: the results JSON, see `docs/results-schema.md`.
-        markdown: the table.
-        folder: where results.json, results.md and report.html lie.
-    """
+    """The results of a finished run (docs/results-schema.md), their table, and the folder of all reports."""
 
     results: dict[str, Any]
     markdown: str

@@ -46,13 +46,7 @@ _MIXED = ("spec_bench", "question")
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
-
-    Attributes:
-        task: its task.
-        id: unique within the task.
-        turns: the user's turns, at least one.
-    """
+    """One question: its id is unique within the task, and it has at least one turn."""
 
     task: str
     id: str

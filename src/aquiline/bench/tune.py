@@ -33,14 +33,7 @@ LARGEST = DynamicTree(num_nodes=48, depth=6, top_k=6)
 
 @dataclass(frozen=True, eq=False)
 class TuneReport:
-    """The result of tuning.
-
-    Attributes:
-        choice: the winner, as written.
-        path: the file.
-        rows: one JSON-able entry for each contestant: predicted and measured tokens/s, τ.
-        text: a table of them.
-    """
+    """The winner as written to `path`, and each contestant's predicted and measured speed, JSON-able and as a table."""
 
     choice: TunedChoice
     path: Path
