@@ -133,64 +133,84 @@ WRONG: tuple[bytes, ...] = (
 )
 
 
+@dataclass(eq=False)
+class _Soak:
+    """The state that the clients of a soak share."""
+
+    url: str
+    model: str
+    end: float
+    questions: list[str] = field(default_factory=prompts)
+    first: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=lambda: {"finished": 0, "left": 0, "refused": 0})
+    wrong: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self, question: str) -> None:
+        """Asks a question, whose answer must equal the first one to it."""
+        answer = ask(self.url, self.model, [{"role": "user", "content": question}], 48)
+        with self.lock:
+            self.counts["finished"] += 1
+            if not answer.whole or answer.text != self.first.setdefault(question, answer.text):
+                self.wrong.append(f"{question[:40]!r}: {answer.text[:60]!r}, status {answer.status}")
+
+    def work(self, number: int) -> None:
+        """Runs one client until the end."""
+        rng = random.Random(number)
+        while time.monotonic() < self.end:
+            question, kind = rng.choice(self.questions), rng.random()
+            if kind < 1 / 3:
+                ask(self.url, self.model, [{"role": "user", "content": question}], 64, leave=rng.randrange(12))
+                with self.lock:
+                    self.counts["left"] += 1
+            elif kind < 0.45:
+                status = _post(self.url, rng.choice(WRONG))
+                with self.lock:
+                    self.counts["refused"] += 1
+                    if status != 400:
+                        self.wrong.append(f"a malformed body got status {status}")
+            else:
+                self.check(question)
+
+
 def soak(url: str, model: str, minutes: float, clients: int, pid: int | None) -> dict[str, Any]:
-    """Eight clients, a third of whose requests leave at a random point, and malformed ones in between.
+    """Runs clients, a third of whose requests leave at a random point, with malformed ones in between.
 
     Raises:
         SystemExit: if a slot leaks, memory grows, an answer differs, or a malformed body is not refused.
     """
-    questions, first, lock = prompts(), dict[str, str](), threading.Lock()
-    counts = {"finished": 0, "left": 0, "refused": 0}
-    wrong: list[str] = []
-    memory: list[int] = []
-    end = time.monotonic() + 60 * minutes
-
-    def check(question: str, answer: Answer) -> None:
-        with lock:
-            counts["finished"] += 1
-            if not answer.whole or answer.text != first.setdefault(question, answer.text):
-                wrong.append(f"{question[:40]!r}: {answer.text[:60]!r}, status {answer.status}")
-
-    def work(number: int) -> None:
-        rng = random.Random(number)
-        while time.monotonic() < end:
-            question, kind = rng.choice(questions), rng.random()
-            messages = [{"role": "user", "content": question}]
-            if kind < 1 / 3:
-                ask(url, model, messages, 64, leave=rng.randrange(12))
-                with lock:
-                    counts["left"] += 1
-            elif kind < 0.45:
-                status = _post(url, rng.choice(WRONG))
-                with lock:
-                    counts["refused"] += 1
-                    if status != 400:
-                        wrong.append(f"a malformed body got status {status}")
-            else:
-                check(question, ask(url, model, messages, 48))
+    state, memory = _Soak(url, model, time.monotonic() + 60 * minutes), list[int]()
 
     def watch() -> None:
-        while time.monotonic() < end and pid is not None:
+        while time.monotonic() < state.end and pid is not None:
             memory.append(_resident(pid))
             time.sleep(1)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    _together(clients, work)
+    _together(clients, state.work)
     watcher.join()
-    # Answers must equal those of a quiet server too.
-    for question in list(first):
-        check(question, ask(url, model, [{"role": "user", "content": question}], 48))
-    left = _running(url)
-    half = len(memory) // 2
-    growth = (
-        median(memory[-max(1, half // 4) :]) / median(memory[half : half + max(1, half // 4)]) - 1 if half else None
-    )
-    result = {"minutes": minutes, "clients": clients, **counts, "running_at_the_end": left, "memory_growth": growth}
+    for question in list(state.first):  # answers must equal those of a quiet server too
+        state.check(question)
+    left, growth = _running(url), _growth(memory)
+    result = {
+        "minutes": minutes,
+        "clients": clients,
+        **state.counts,
+        "running_at_the_end": left,
+        "memory_growth": growth,
+    }
     print(json.dumps(result | {"resident_mb": [memory[0] >> 20, memory[-1] >> 20] if memory else None}, indent=1))
-    if wrong or left or (growth is not None and growth > 0.02):
-        raise SystemExit(f"the soak failed: {wrong[:5]}, {left} requests left, memory growth {growth}")
+    if state.wrong or left or (growth is not None and growth > 0.02):
+        raise SystemExit(f"the soak failed: {state.wrong[:5]}, {left} requests left, memory growth {growth}")
     return result
+
+
+def _growth(memory: list[int]) -> float | None:
+    """Compares the last eighth of a soak with the eighth after its middle; None without samples."""
+    half = len(memory) // 2
+    part = max(1, half // 4)
+    return median(memory[-part:]) / median(memory[half : half + part]) - 1 if half else None
 
 
 def _post(url: str, body: bytes) -> int:

@@ -9,6 +9,8 @@ from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import HEAD_OF, METHODS, Bed, Method, find_head, make_method, parse_method
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.parallel import write_parallel_heads
+from aquiline.drafters.trees import DynamicTree
+from aquiline.drafters.tuned import TunedChoice, write_tuned
 from tests import tiny
 from tests.drafters.overfit import heads
 
@@ -102,3 +104,13 @@ def test_shipped_heads_are_taken_by_their_kind(bed: Bed, tmp_path: Path, monkeyp
     assert find_head("medusa", shipped).kind == "medusa"
     with pytest.raises(ValueError, match="aquiline train DATA --method hydra --target mine"):
         find_head("hydra", shipped)
+
+
+def test_a_tuned_file_after_the_colon(bed: Bed, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    write_tuned(file, TunedChoice("the fastest", "another-head", DynamicTree), {})
+    method = make_method(parse_method(f"eagle3:{file}"), bed)
+    assert (method.settings, method.head) == ("dynamic:32,5,8", bed.heads["eagle3"])
+    write_tuned(file, TunedChoice("plain", None, None), {})
+    method = make_method(parse_method(f"eagle3+lookup:{file}"), bed)
+    assert (method.drafter, method.settings, method.chain) == (None, "plain (tuned: plain)", False)
