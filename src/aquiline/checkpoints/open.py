@@ -38,7 +38,6 @@ class Head:
     """A draft head as its files hold it, checked.
 
     Attributes:
-        path: the folder, or the GGUF file.
         kind: "eagle" (EAGLE-1/2), "eagle3", "medusa", "hydra" or "small-model".
         contents: tensors in their stored dtypes with their vocabulary map; None for a small model, which is loaded
             like a target.

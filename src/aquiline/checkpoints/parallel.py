@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads on disk, in this package's layout and those of the reference repositories.
+"""Reads and writes Medusa and Hydra heads, in this package's layout and those of the reference repositories.
 
 | file | names |
 |---|---|
@@ -52,9 +52,7 @@ class StoredHeads:
     """Medusa or Hydra heads as configuration and tensors, between their files and their network.
 
     Attributes:
-        config: the network's configuration.
         tensors: exactly the names of the network's state dict, in stored dtypes.
-        make: makes the network of `config`.
         draft_to_target: (Vd,) int64 increasing target ids, or None where draft and target ids coincide.
         fingerprint: of the target that they were trained for, or None.
         gamma: exponent of their probabilities in coupled drafts, > 0.
@@ -71,7 +69,7 @@ class StoredHeads:
 
 
 def build_parallel_network(config: ParallelConfig) -> ParallelNetwork:
-    """Makes the network of a configuration; its heads begin as the identity."""
+    """Makes the network of a configuration; its heads start as the identity."""
     return MedusaNetwork(config) if config.kind == "medusa" else HydraNetwork(config)
 
 
@@ -86,12 +84,12 @@ def heads_from_stored(stored: StoredHeads, dtype: torch.dtype, device: torch.dev
 
 
 def is_parallel(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json belongs to Medusa or Hydra heads of this package."""
+    """Returns True for a config.json of Medusa or Hydra heads of this package."""
     return str(config.get("format", "")).startswith("aquiline-final-heads")
 
 
 def published_repository(folder: Path) -> str | None:
-    """ "medusa" or "hydra" if a folder holds a checkpoint in that repository's layout, else None."""
+    """Returns "medusa" or "hydra" for a folder in that repository's layout, else None."""
     return next((name for name, files in _FILES.items() if any(is_there(folder, file) for file in files)), None)
 
 
@@ -99,8 +97,6 @@ def read_parallel(folder: Path, raw: Mapping[str, Any], target: TargetShape | No
     """Reads heads in this package's layout.
 
     Args:
-        folder: with model.safetensors.
-        raw: its config.json.
         target: sizes of the target; None checks the heads against themselves alone.
 
     Raises:
@@ -116,12 +112,12 @@ def read_parallel(folder: Path, raw: Mapping[str, Any], target: TargetShape | No
         )
     read, files = read_weights(folder)
     tensors = dict(read)
-    vocabulary = resolve_vocabulary(tensors.pop("d2t", None), None, config.draft_vocab_size, config.vocab_size, place)
+    ids, origin = resolve_vocabulary(tensors.pop("d2t", None), None, config.draft_vocab_size, config.vocab_size, place)
     fingerprint = raw.get("aquiline_target_fingerprint")
     gamma = raw.get("aquiline_gamma") or GAMMA
-    stored = StoredHeads(config, tensors, build_parallel_network, vocabulary.ids, fingerprint, gamma)
+    stored = StoredHeads(config, tensors, build_parallel_network, ids, fingerprint, gamma)
     _check(stored, place)
-    drafts = f"{config.draft_vocab_size} tokens ({vocabulary.source})"
+    drafts = f"{config.draft_vocab_size} tokens ({origin})"
     return stored, _report(folder, "aquiline", ("config.json", *files), stored, drafts, target)
 
 
@@ -131,9 +127,8 @@ def read_published(
     """Reads Medusa or Hydra heads as their authors publish them.
 
     Args:
-        folder: with the heads' file.
         raw: its config.json, which does not name the target's sizes.
-        repository: as `published_repository` says.
+        repository: from `published_repository`.
         target: sizes of the target; None takes those of the heads' LM heads.
 
     Raises:
@@ -154,13 +149,7 @@ def read_published(
 
 
 def write_parallel_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes Medusa or Hydra heads, each file whole or not at all.
-
-    Args:
-        folder: made if it does not exist.
-        heads: what to write.
-        dtype: of the stored weights.
-    """
+    """Writes Medusa or Hydra heads, each file whole or not at all."""
     tensors = {name: t.detach().to(dtype).cpu() for name, t in heads.network.state_dict().items()}
     if heads.draft_to_target is not None:
         tensors["d2t"] = offsets(heads.draft_to_target).to(torch.int32)
@@ -230,7 +219,7 @@ def _report(
 
 
 def _own_shape(tensors: Mapping[str, Tensor], place: str) -> TargetShape:
-    """The target's sizes from the heads' LM heads, (V, H), the tallest matrices."""
+    """Reads the target's sizes from the heads' LM heads, (V, H), the tallest matrices."""
     matrices = [tensor for tensor in tensors.values() if tensor.dim() == 2]
     if not matrices:
         raise ValueError(f"{place} holds no matrices; fetch the heads again")
@@ -268,7 +257,7 @@ def _published_config(repository: str, raw: Mapping[str, Any], target: TargetSha
 def _published_network(
     repository: str, raw: Mapping[str, Any], blocks: int
 ) -> tuple[Callable[[ParallelConfig], ParallelNetwork], Callable[[str], str]]:
-    """Functions that make the network and translate a tensor's name."""
+    """Returns functions that make the network and translate a tensor's name."""
 
     def medusa_name(name: str) -> str:
         name = re.sub(rf"^(\d+)\.{blocks}\.(weight)$", r"lm_heads.\1.\2", name)

@@ -23,17 +23,10 @@ class HeadReport:
     """How a head's files were interpreted.
 
     Attributes:
-        path: the folder or file.
-        kind: a key of `TITLES`.
         dialect: whose layout it is: safeailab, speculators, vllm, sglang, modelopt, angelslim or gguf for EAGLE heads;
             aquiline, FasterDecoding/Medusa or zankner/Hydra for parallel heads; transformers for a small model.
-        files: names of the files that were read.
-        config: sizes of the network.
-        dtype: dtype of the stored weights.
         parameters: number of weights of the network, its own embedding included.
         features: which target features it reads, and how that was found.
-        vocabulary: which tokens it drafts, and how that was found.
-        embedding: whose embedding it uses.
         fingerprint: of the target that the head was trained for, or None if unknown.
         checked_against: sizes of the target it was checked against, or None.
         notes: assumptions and omissions, one sentence each.

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         **{f"path, {name}": _path(library, name) for name in ("bfloat16", "float32")},
         "cuda": _on_gpu("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else False,
         "mps": _on_gpu("mps", platform.machine()) if torch.backends.mps.is_available() else False,
-        "extras": [name for name in ("accelerate", "pyarrow", "datasets", "llguidance", "shtab") if _installed(name)],
+        "extras": [name for name in ("accelerate", "pyarrow", "datasets", "llguidance", "shtab") if find_spec(name)],
     }
     return facts, [*([] if library else [f"the native kernels do not run: {why}"]), *_advice(facts)]
 
@@ -84,12 +85,6 @@ def _on_gpu(device: str, name: str) -> str:
     return f"{name}, {str(weights_dtype(None, device)).removeprefix('torch.')} by default"
 
 
-def _installed(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
-
-
 def _advice(facts: dict[str, Any]) -> list[str]:
     lines = []
     if not facts["bfloat16 matrix products"]:
@@ -105,5 +100,6 @@ def _advice(facts: dict[str, Any]) -> list[str]:
         )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > (facts["cores"] or 1) * 0.7:
-        lines.append(f"the machine is busy (load {load:.1f}): timings will be noisy; OMP_WAIT_POLICY=passive helps")
+        helps = "" if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else "; OMP_WAIT_POLICY=passive helps"
+        lines.append(f"the machine is busy (load {load:.1f}): timings will be noisy{helps}")
     return lines or ["no problems found"]

@@ -29,7 +29,6 @@ def build_once(folder: Path, stamp: Mapping[str, Any], build: Callable[[Path], N
     hidden remains. A second process waits for a file lock and then finds the finished folder.
 
     Args:
-        folder: the final path.
         stamp: JSON-serialisable facts that determine the contents (source hash, layout version). A
             folder with another stamp, or with files of a different size, is rebuilt.
         build: fills the empty folder that it receives.

@@ -30,7 +30,6 @@ class EmbeddedModel:
     Attributes:
         alias: the user-visible name, and the name of the cache folder.
         parts: (pinned package, path inside its wheel) of each part, in file order.
-        sha256: hash of the whole GGUF file.
         wheels_variable: environment variable with the paths of wheels already on disk, in the order
             of `parts`, separated as in ``PATH``.
     """
@@ -65,9 +64,6 @@ EMBEDDED = {model.alias: model for model in (SMOLLM2, GEMMA3_270M)}
 
 def fetch_embedded(alias: str) -> Path:
     """Returns the folder of an embedded target, creating it on first use; logs each slow part.
-
-    Args:
-        alias: a key of `EMBEDDED`.
 
     Returns:
         ``cache_root() / alias`` with ``config.json``, ``model.safetensors`` (bfloat16),

@@ -22,7 +22,6 @@ def read_json(path: Path, remedy: str = "fetch it again") -> dict[str, Any]:
     """Reads a JSON object.
 
     Args:
-        path: the file.
         remedy: advice about a broken file, for the message.
 
     Raises:

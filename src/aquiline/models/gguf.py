@@ -64,7 +64,6 @@ def write_target_from_gguf(path: Path, folder: Path) -> None:
     """Dequantises a GGUF file into ``folder``, weights rounded to bfloat16.
 
     Args:
-        path: the GGUF file.
         folder: an existing, empty folder.
 
     Raises:

@@ -32,8 +32,6 @@ class GgufHeader:
     """An open GGUF file with decoded scalars; its tensors stay on disk.
 
     Attributes:
-        path: the file.
-        architecture: one of `ARCHITECTURES`.
         scalars: entries of the header without the tokenizer's arrays, by their full key.
         tensors: ``gguf.ReaderTensor`` by GGUF name; shapes are innermost first.
         arrays: ``gguf.ReaderField`` of the tokenizer's arrays (vocabulary, merges), not decoded.
@@ -103,7 +101,6 @@ def open_gguf(path: Path, remedy: str = "it may be truncated: fetch it again") -
     """Opens a GGUF file that may be broken or hostile.
 
     Args:
-        path: the file.
         remedy: advice about a broken file, for the message.
 
     Returns:

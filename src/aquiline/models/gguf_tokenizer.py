@@ -33,10 +33,6 @@ def tokenizer_from_gguf(header: GgufHeader, special: Mapping[str, str]) -> "Toke
     named in the file: transformers' loader ignores the name, and some versions add tokens.
     Sentencepiece vocabularies and unknown splitters use that loader.
 
-    Args:
-        header: the open file.
-        special: the result of `special_tokens`.
-
     Returns:
         A tokenizer that adds begin and end tokens where llama.cpp does.
     """

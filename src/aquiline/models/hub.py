@@ -18,7 +18,6 @@ def fetch(name: str, patterns: Sequence[str], check: Callable[[Path], object], r
     """Returns the folder of a hub model; a complete cached copy is taken without asking the network.
 
     Args:
-        name: hub id.
         patterns: files to fetch, as globs.
         check: raises ValueError for a folder that is not complete.
         remedy: further advice if the download fails, for the message.

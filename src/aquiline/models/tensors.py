@@ -36,7 +36,6 @@ def check_tensors(
 
     Args:
         expected: name → tensor of the right shape, for example a state dict on the meta device.
-        given: name → tensor as stored.
         place: where they were read, for messages.
         explain: writes the remedy for a fault; None advises to fetch the file again.
         finite: also reject NaN and infinity, which reads every value.

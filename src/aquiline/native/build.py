@@ -52,12 +52,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler that was found.
-
-    Attributes:
-        path: of its executable.
-        version: first line that it prints about itself.
-    """
+    """A C++ compiler that was found."""
 
     path: str
     version: str

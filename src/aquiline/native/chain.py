@@ -19,7 +19,6 @@ class NativeChain:
     """A draft network and the tables that turn its logits into the next level's input.
 
     Attributes:
-        stack: the network.
         logits: (…, H) → (…, Vd) float32.
         feedback: maps the stream to the next level's hidden state; None if they are the same.
         embedding: (V, H) of the stack's dtype.

@@ -93,8 +93,6 @@ def laid_out(codes: Codes, lanes: int, width: int) -> tuple[Tensor, Tensor]:
     """Puts codes and scales into the order of ``matrix.h`` and ``coded.h``.
 
     Args:
-        codes: the matrix.
-        lanes: outputs in a vector.
         width: inputs after padding, a multiple of 8.
 
     Returns:

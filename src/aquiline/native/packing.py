@@ -37,9 +37,7 @@ class Memory:
     system has them.
 
     Attributes:
-        library: the kernels.
         form: to which matrices are quantised, or None to keep them.
-        kept: tensors that stay alive as long as this.
     """
 
     library: Library

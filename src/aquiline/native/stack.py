@@ -25,7 +25,6 @@ class Angles:
 
     Attributes:
         cosines: (positions, rotary width / 2) float32.
-        sines: as `cosines`.
     """
 
     cosines: Tensor
@@ -37,10 +36,7 @@ class Inputs:
     """The nodes of one forward.
 
     Attributes:
-        positions: (B, T) int64.
         ancestors: (B, T, offset + T) bool, or None for causal order.
-        rows: the B rows of the cache.
-        tokens: (B, T) int64, for a target.
         embedded: (B, T, H) of a draft network.
         hidden: (B, T, H) of a draft network.
         offset: uncommitted slots in use before these.
@@ -60,8 +56,6 @@ class Outputs:
     """The results of one forward; None if not requested.
 
     Attributes:
-        logits: (B, K, V) float32.
-        features: (B, T, F · H).
         stream: (B, T, H) after the last layer.
     """
 
@@ -75,9 +69,7 @@ class NativeStack:
     """A packed decoder stack.
 
     Attributes:
-        library: the kernels.
         struct: their view of the weights; its pointers go into `memory`.
-        memory: owns the weights.
         dtype: of the weights, the cache, features and streams.
     """
 
@@ -193,15 +185,7 @@ class NativeStack:
 
 @dataclass(frozen=True, eq=False)
 class NativeReadout:
-    """A packed norm and product for rows on their own.
-
-    Attributes:
-        library: the kernels.
-        struct: their view of the weights.
-        memory: owns the weights.
-        dtype_in: of the rows.
-        dtype_out: of the results.
-    """
+    """A packed norm and product for rows on their own."""
 
     library: Library
     struct: Readout
@@ -241,15 +225,9 @@ def readout(
     """Packs a readout.
 
     Args:
-        memory: takes the weights.
         weight: (outputs, inputs), or None for the norm alone.
-        dtype: of the rows.
-        inputs: width of a row.
-        norm: (inputs,) weight of the norm, or None.
         parts: equal parts of a row that are normed on their own.
-        bias: (outputs,) or None.
         wide: the results are float32, whatever the dtype.
-        eps: of the norm.
     """
     outputs = inputs if weight is None else (weight.values if isinstance(weight, Codes) else weight).shape[0]
     struct = Readout(

@@ -20,7 +20,6 @@ class Placement:
 
     Attributes:
         rows: the B rows; a slice if they are contiguous, so that reads are views.
-        slots: the same rows as numbers.
         starts: slot of the first new token of each row, its committed length plus `offset`.
         width: T.
         span: slots that the attention reads, at least max(starts) + T.
@@ -39,8 +38,6 @@ def place(cache: KVCache, rows: Sequence[int], width: int, offset: int = 0, buck
     """Reserves room for `width` more tokens in `rows`.
 
     Args:
-        cache: the cache.
-        rows: rows of the forward.
         width: T.
         offset: uncommitted slots in use before the new tokens.
         bucket: rounds the span up to a multiple; the extra slots are masked.
@@ -94,12 +91,10 @@ def attention_mask(
     """Builds the additive mask (B, T, span), or None if everything is visible.
 
     Args:
-        placement: location of the tokens.
         positions: (B, T) int64 positions of the new tokens.
         ancestors: (B, T, offset + T) bool over the uncommitted slots; None for causal order.
         window: a query at position p sees keys at positions > p - window; None for all.
             Needs ``offset == 0``.
-        dtype: float dtype of the result.
     """
     starts, width, span, offset = placement.starts, placement.width, placement.span, placement.offset
     same = all(start == starts[0] for start in starts)
@@ -134,8 +129,6 @@ class AttentionFrame:
     """What all layers of one forward share.
 
     Attributes:
-        cache: keys and values.
-        placement: where the new ones go.
         cos: (B, T, dim).
         sin: (B, T, dim).
         masks: window → additive mask: (B, T, span); in a fused forward (B, 1, T · group, span).
@@ -165,12 +158,9 @@ def attention_frame(
     """Prepares what all layers of one forward share.
 
     Args:
-        cache: the cache.
-        placement: location of the tokens.
         positions: (B, T) int64.
         ancestors: as for `attention_mask`.
         rotary: the table; its dtype is that of the masks.
-        windows: those that occur in the layers.
         group: query heads of a key head.
         fused: prepare for `attention_output` in few kernels.
     """
@@ -193,12 +183,7 @@ def attention_output(
     """Computes an attention up to its output projection, (B, T, input_size) → (B, T, heads · head_dim).
 
     Args:
-        attention: the projections.
-        x: its input.
         frame: of the forward; keys and values are written into its cache.
-        layer: of the cache.
-        window: sliding window of the layer.
-        rotated: whether it has rotary positions.
     """
     cache, placement, mask = frame.cache, frame.placement, frame.masks[window]
     if frame.turned is None:
@@ -246,7 +231,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, s
         keys: (B, kv_heads, S, dim).
         values: (B, kv_heads, S, value_dim).
         mask: (B, T, S) additive, or None.
-        scale: factor on the scores.
 
     Returns:
         (B, T, heads * value_dim) in the dtype of `queries`.

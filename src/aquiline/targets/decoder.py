@@ -44,8 +44,8 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "eos_token_id": 128001,
     },
 }
-"""What transformers takes for a setting that a config.json of the family leaves out. Sizes that no model leaves
-out (hidden_size, num_hidden_layers, …) have no default here."""
+"""transformers' defaults for settings that a config.json of the family omits; no model omits hidden_size,
+num_hidden_layers and other sizes without a default here."""
 
 _MLP_BIAS, _ATTENTION_BIAS = ("llama", "smollm3"), ("llama", "qwen3", "smollm3")
 # The other families ignore these settings.
@@ -56,10 +56,6 @@ class DecoderConfig:
     """Sizes and switches of a decoder.
 
     Attributes:
-        layer: sizes shared by all layers.
-        vocab_size: V.
-        num_layers: n.
-        max_positions: context length.
         windows: per layer, the sliding window or None.
         rotary: per layer, whether it uses rotary positions (in SmolLM3, some layers do not).
         tied: the LM head shares the embedding's weight.
@@ -85,14 +81,9 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported by this decoder; allowed: {', '.join(FAMILIES)}")
     config = {**FAMILY_DEFAULTS[str(family)], **config}
-    layers, heads, hidden = (
-        config["num_hidden_layers"],
-        config["num_attention_heads"],
-        config["hidden_size"],
-    )
+    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
     bias = family in _ATTENTION_BIAS and bool(config.get("attention_bias", False))
-    rope = rope_from_hf(config, head_dim)
     layer = LayerConfig(
         hidden_size=hidden,
         intermediate_size=config["intermediate_size"],
@@ -100,7 +91,7 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=rope,
+        rope=rope_from_hf(config, head_dim),
         qkv_bias=family == "qwen2" or bias,
         o_bias=bias,
         mlp_bias=family in _MLP_BIAS and bool(config.get("mlp_bias", False)),
@@ -155,9 +146,6 @@ class Decoder(nn.Module):
     """A Llama-family decoder with an explicit cache; implements `Target`.
 
     Parameter names are those of Hugging Face checkpoints without the leading ``model.``.
-
-    Args:
-        config: sizes.
     """
 
     exact = False
@@ -250,12 +238,12 @@ def gather_positions(hidden: Tensor, at: Tensor | None) -> Tensor:
 
 
 def load_state(model: Decoder, tensors: Mapping[str, Tensor], origin: str) -> None:
-    """Copies a Hugging Face state dict into `model`, judging every key.
+    """Copies a Hugging Face state dict into `model`, checking every key.
 
     Args:
         model: receives the weights (cast to its dtype).
         tensors: name → tensor; names with or without the leading ``model.``.
-        origin: what to name in an error.
+        origin: where they were read, for messages.
 
     Raises:
         ValueError: tensors are missing, unexpected, misshapen or not floating point; names them.
@@ -266,7 +254,7 @@ def load_state(model: Decoder, tensors: Mapping[str, Tensor], origin: str) -> No
     if model.config.tied:
         expected.pop("lm_head.weight")
         given.pop("lm_head.weight", None)
-    check_tensors(expected, given, origin, finite=False)  # a model of many GB: what is not finite shows in its logits
+    check_tensors(expected, given, origin, finite=False)  # reading many GB is slow, and NaN shows in the logits
     with torch.no_grad():
         for name, parameter in expected.items():
             parameter.copy_(given[name])

@@ -43,11 +43,6 @@ class HFTarget:
     Args:
         model: a causal LM in eval mode, or a PEFT wrapper of one.
 
-    Attributes:
-        shape: sizes.
-        dtype: dtype of the residual stream.
-        device: where tokens go and results are returned.
-
     Raises:
         TypeError: if `model` is not a transformers model.
         ValueError: for a model that cannot verify a tree, with the reason and the remedy.
@@ -249,7 +244,7 @@ class HFTarget:
         return result.to(self.device)
 
     def project(self, hidden: Tensor) -> Tensor:
-        logits = self._rule.apply(self._head(hidden)).to(self.device)
+        logits = self._rule(self._head(hidden)).to(self.device)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

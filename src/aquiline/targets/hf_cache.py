@@ -26,11 +26,7 @@ class LayerSlot:
     the first heads and dimensions.
 
     Attributes:
-        device: that computes the layer.
         index: layer among those of the device.
-        heads: key/value heads.
-        key_dim: width of a key.
-        value_dim: width of a value.
     """
 
     device: torch.device
@@ -95,9 +91,7 @@ def bridge(cache: KVCache, placement: Placement, slots: Mapping[int, LayerSlot],
 
     Args:
         cache: written at `placement`; its lengths are not advanced.
-        placement: rows and slots of the forward.
         slots: model layer → its slot; layers that reuse the keys of others are absent.
-        layers: decoder layers of the model.
     """
     return Cache(layers=[_SlotLayer(cache, placement, slots.get(i)) for i in range(layers)])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,31 +14,6 @@ from aquiline.targets.rope import max_positions, rope_changes
 _BACKENDS = ("sdpa", "eager")
 _NO_ATTENTION = ("moe", "mlp", "dense", "sparse")
 # `layer_types` that describe the MLP, not the attention.
-
-
-@dataclass(frozen=True)
-class HeadRule:
-    """Operations on the output of the LM head, applied in this order.
-
-    Attributes:
-        factor: multiplies (Cohere).
-        divisor: divides (Granite).
-        cap: soft-cap c · tanh(x / c) (Gemma), or None.
-    """
-
-    factor: float | None = None
-    divisor: float | None = None
-    cap: float | None = None
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Applies the operations in the dtype of `logits`, as the models do."""
-        if self.factor is not None:
-            logits = logits * self.factor
-        if self.divisor is not None:
-            logits = logits / self.divisor
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return logits
 
 
 def unwrap(model: Any) -> Any:
@@ -154,10 +129,19 @@ def position_limit(config: Any) -> tuple[int, bool]:
     return max_positions(settings), rope_changes(settings)
 
 
-def head_rule(config: Any) -> HeadRule:
-    """Reads the operations on the logits from the configuration; the probe confirms them."""
-    return HeadRule(
-        factor=getattr(config, "logit_scale", None),
-        divisor=getattr(config, "logits_scaling", None),
-        cap=getattr(config, "final_logit_softcapping", None),
-    )
+def head_rule(config: Any) -> Callable[[Tensor], Tensor]:
+    """Returns the operations on the LM head's output that a configuration names; the probe confirms them.
+
+    Cohere multiplies, Granite divides, Gemma soft-caps with c · tanh(x / c), all in the dtype of the logits.
+    """
+    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+    factor, divisor, cap = (getattr(config, name, None) for name in names)
+
+    def apply(logits: Tensor) -> Tensor:
+        if factor is not None:
+            logits = logits * factor
+        if divisor is not None:
+            logits = logits / divisor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return apply

@@ -24,11 +24,6 @@ class LayerConfig:
         num_heads: query heads.
         num_kv_heads: key/value heads; divides `num_heads`.
         head_dim: width of a head; may differ from H / heads.
-        rms_norm_eps: epsilon of all norms.
-        rope: rotary settings.
-        qkv_bias: biases on the q, k, v projections.
-        o_bias: bias on the output projection.
-        mlp_bias: biases in the MLP.
         qk_norm: RMSNorm over each head of q and k (Qwen3).
         activation: "silu" or "gelu_pytorch_tanh".
     """
@@ -111,17 +106,12 @@ class Attention(Joinable):
     """Projections of grouped-query attention; `attention.attention_output` computes the attention.
 
     Args:
-        config: sizes.
         input_size: input width of q, k and v: H, or 2H in an EAGLE-3 head.
     """
 
     def __init__(self, config: LayerConfig, input_size: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, queries, bias=config.qkv_bias)
@@ -211,7 +201,6 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP with residuals.
 
     Args:
-        config: sizes.
         input_norm: False omits `input_layernorm` (first layer of an EAGLE-1 head).
     """
 

@@ -42,8 +42,6 @@ def load_target(
 
     Args:
         path: folder with config.json and safetensors weights, one file or sharded.
-        dtype: of the weights in memory.
-        device: where the weights go.
         place: moves or spreads the loaded weights, before a transformers model is probed.
 
     Raises:
@@ -60,23 +58,28 @@ def load_target(
     _check_sizes(folder, config)
     shapes = {name: tuple(facts["shape"]) for file in weight_files(folder) for name, *_, facts in tensor_entries(file)}
     _check_claims(folder, config, shapes)
+    own = None
     if config.get("model_type") in FAMILIES and not config.get("quantization_config"):
-        try:
-            own = config_from_hf(config)
-        except ValueError:
-            return _load_with_transformers(folder, dtype, device, place)  # Our decoder does not support this setting.
-        except KeyError as error:
-            raise ValueError(f"{folder / 'config.json'} lacks {error}; fetch it again") from error
-        except TypeError as error:
-            raise ValueError(
-                f"{folder / 'config.json'} has a value of the wrong type ({error}); fetch it again"
-            ) from error
-        _check_shapes(folder, own, shapes)
-        decoder = _load_decoder(folder, own, dtype, device)
-        if place:
-            place(decoder)
-        return decoder
-    return _load_with_transformers(folder, dtype, device, place)
+        own = _own_config(folder, config)
+    if own is None:
+        return _load_with_transformers(folder, dtype, device, place)
+    _check_shapes(folder, own, shapes)
+    decoder = _load_decoder(folder, own, dtype, device)
+    if place:
+        place(decoder)
+    return decoder
+
+
+def _own_config(folder: Path, config: dict[str, Any]) -> DecoderConfig | None:
+    """Returns the configuration of our own decoder, or None if it does not support a setting."""
+    try:
+        return config_from_hf(config)
+    except ValueError:
+        return None
+    except KeyError as error:
+        raise ValueError(f"{folder / 'config.json'} lacks {error}; fetch it again") from error
+    except TypeError as error:
+        raise ValueError(f"{folder / 'config.json'} has a value of the wrong type ({error}); fetch it again") from error
 
 
 def target_shape(folder: str | Path) -> TargetShape:
@@ -118,22 +121,29 @@ _SIZES = (
 
 def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
     """Rejects impossible sizes; each model family checks which sizes it needs."""
+    file = folder / "config.json"
     for name in _SIZES:
         value = config.get(name)
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{folder / 'config.json'}: {name} is {value!r}; allowed: an integer ≥ 1; fetch it again")
+            raise ValueError(f"{file}: {name} is {value!r}; allowed: an integer ≥ 1; fetch it again")
     for name in ("rms_norm_eps", "rope_theta"):
-        value = config.get(name, 1)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ValueError(f"{folder / 'config.json'}: {name} is {value!r}; allowed: a number > 0; fetch it again")
+        _check_positive(f"{file}: {name} is", config.get(name, 1))
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, dict | None):
-            raise ValueError(f"{folder / 'config.json'}: {name} is {rope!r}; allowed: an object; fetch it again")
+            raise ValueError(f"{file}: {name} is {rope!r}; allowed: an object; fetch it again")
         for part in [rope or {}, *(value for value in (rope or {}).values() if isinstance(value, dict))]:
-            _check_rope(f"{folder / 'config.json'}: {name}", part)
+            needed = _ROPE_NEEDS.get(str(part.get("rope_type", part.get("type"))), ())
+            for key in _ROPE_NUMBERS:
+                if part.get(key) is not None or key in needed:
+                    _check_positive(f"{file}: {name} has {key} =", part.get(key))
     if not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{folder / 'config.json'}: model_type is {config.get('model_type')!r}; allowed: a name")
+        raise ValueError(f"{file}: model_type is {config.get('model_type')!r}; allowed: a name; fetch it again")
+
+
+def _check_positive(place: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise ValueError(f"{place} {value!r}; allowed: a number > 0; fetch it again")
 
 
 _ROPE_NEEDS = {
@@ -143,21 +153,7 @@ _ROPE_NEEDS = {
 }
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-
-def _check_rope(place: str, rope: Mapping[str, Any]) -> None:
-    needed = _ROPE_NEEDS.get(str(rope.get("rope_type", rope.get("type"))), ())
-    for key in _ROPE_NUMBERS:
-        value: Any = rope.get(key)
-        if value is None and key not in needed:
-            continue
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ValueError(f"{place} has {key} = {value!r}; allowed: a number > 0; fetch it again")
-
-
 _MIXED = "the files belong to different models: fetch the folder again"
-
-_LEAST_BITS = 1
-"""Bits of a stored weight, at least, in any quantisation."""
 
 
 def _check_claims(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -166,7 +162,8 @@ def _check_claims(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, 
     config = {**config, **text} if isinstance(text, dict) else config
     claims = {name: config.get(name) for name in ("num_hidden_layers", "vocab_size", "hidden_size")}
     layers, vocabulary, hidden = (size if type(size) is int else 1 for size in claims.values())
-    stored = 64 // _LEAST_BITS * sum(math.prod(shape) for shape in shapes.values())
+    # A stored element has at most 64 bits, and a quantised weight at least 1.
+    stored = 64 * sum(math.prod(shape) for shape in shapes.values())
     if layers > len(shapes) or vocabulary * hidden > stored:
         raise ValueError(
             f"{folder / 'config.json'} says {', '.join(f'{name} {size}' for name, size in claims.items())}, more than "

@@ -27,10 +27,8 @@ class NativeDecoder:
     """The native copy of a `Decoder`; implements `Target`. Made by `native`.
 
     Attributes:
-        config: sizes.
         form: format of quantised weights, else None.
         dtype: bfloat16 or float32, of the cache and the features in any format of the weights.
-        embedding: (V, H).
     """
 
     exact = True
@@ -148,14 +146,7 @@ def pack_layer(
     """Packs one decoder layer.
 
     Args:
-        memory: takes the weights.
-        config: sizes.
-        attention: its projections.
-        mlp: its feed-forward part.
         first_norm: None or an identity if the attention reads the stream unnormed.
-        second_norm: before the MLP.
-        window: sliding window.
-        rotated: the layer has rotary positions.
         columns: order of the inputs of q, k and v, -1 for padding; None for the stream's order.
     """
     lanes, heads, dim = memory.library.lanes, config.num_heads, config.head_dim

@@ -47,7 +47,6 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
     Args:
         config: config.json as a mapping. As in transformers, `rope_scaling` replaces `rope_parameters`, and
             a value in it goes before the same one beside it.
-        head_dim: head dimension.
         default_theta: base if the configuration has none (10000 by convention).
 
     Raises:

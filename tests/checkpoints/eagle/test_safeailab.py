@@ -299,7 +299,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "kv heads that do not divide": (_config(num_key_value_heads=3), r"num_key_value_heads 3 must divide"),
     "wrong target width": (_config(target_hidden_size=32), r"hidden_size 32, this target has 16"),
     "wrong target vocabulary": (_config(vocab_size=50), r"vocab_size 50, this target has\s+40"),
-    "layer beyond the target": (_config(eagle_aux_hidden_state_layer_ids=[2, 5, 11]), r"lead outside the target's 10"),
+    "layer beyond the target": (_config(eagle_aux_hidden_state_layer_ids=[2, 5, 11]), r"exceed the target's 10"),
     "layer twice": (_config(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), r"expected a list of different layer numbers"),
     "no layers": (_config(eagle_aux_hidden_state_layer_ids=[]), r"layer_ids = \[\], expected a list of different"),
     "no layers inside": (

@@ -50,7 +50,6 @@ class Translated:
     """A head's files in our own vocabulary.
 
     Attributes:
-        dialect: where it comes from.
         kind: "eagle" or "eagle3".
         config: flat configuration.
         tensors: tensors under the names of `DraftHead.network`, and `embed_tokens.weight`, `d2t`,
@@ -69,7 +68,6 @@ def translate(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], place: str)
     """Recognises the dialect of a head and translates it.
 
     Args:
-        raw: its config.json.
         tensors: its tensors under the names of the files.
         place: where they were read, for messages.
 

@@ -54,7 +54,6 @@ def write_gguf_head(path: Path, stored: StoredHead, target_gguf: Path) -> None:
     """Writes a head, whole or not at all.
 
     Args:
-        path: the file.
         stored: an EAGLE-3 head that llama.cpp can run (see `export`).
         target_gguf: the target's own GGUF file, whose tokenizer is copied.
 

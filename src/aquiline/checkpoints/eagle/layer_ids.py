@@ -1,4 +1,4 @@
-"""Which target features an EAGLE-3 head reads, out of two conventions that differ by one.
+"""Finds the target features that an EAGLE-3 head reads, in either of two conventions that differ by one.
 
 Boundaries (vLLM, speculators, llama.cpp, this project): id k is the residual stream *entering*
 layer k. Outputs (ModelOpt, SpecForge, SGLang): id k is what layer k returns, the stream entering
@@ -13,7 +13,6 @@ Source: SGLang pull requests 25454 and 32334 for what a list inside `eagle_confi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from aquiline.targets.target import Feature, eagle3_layers
@@ -21,40 +20,46 @@ from aquiline.targets.target import Feature, eagle3_layers
 _KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-@dataclass(frozen=True)
-class LayerIds:
-    """Resolved features.
-
-    Attributes:
-        features: boundaries, in the order in which the head's fc reads them.
-        source: how they were found, as text.
-    """
-
-    features: tuple[Feature, ...]
-    source: str
-
-
 def resolve_layer_ids(
     config: Mapping[str, Any], num_layers: int | None, place: str, convention: str | None = None
-) -> LayerIds:
+) -> tuple[tuple[Feature, ...], str]:
     """Finds the features that a configuration names, as boundaries.
 
     A list at the top level holds boundaries. A list inside `eagle_config` holds outputs if its
     first id is 1, as in the default of the stacks that write it; otherwise boundaries.
 
     Args:
-        config: config.json.
-        num_layers: n of the target, or None if no target is at hand.
+        num_layers: n of the target, or None if unknown.
         place: where the configuration was read, for messages.
-        convention: "boundary" or "output" to overrule this.
+        convention: "boundary" or "output" to override this.
+
+    Returns:
+        The boundaries in the order in which the head's fc reads them, and how they were found, as text.
 
     Raises:
         ValueError: if ids are not integers, repeat, or lie outside the target.
     """
     if convention not in (None, "boundary", "output"):
         raise ValueError(f"layer-id convention {convention!r} is not known; allowed: boundary, output")
-    nested = config.get("eagle_config") or {}
-    top, inner = config.get(_KEY), nested.get(_KEY)
+    ids, where = _named(config, place)
+    if ids is None:
+        if num_layers is None:
+            return ("low", "middle", "high"), "not named: the target's layers 2, n//2, n−3"
+        return eagle3_layers(num_layers), f"not named: the default 2, n//2, n−3 of {num_layers} layers"
+    if convention is None:
+        convention = "output" if where == "eagle_config" and ids[0] == 1 else "boundary"
+    features = tuple(i + (convention == "output") for i in ids)
+    if num_layers is not None and not all(0 <= f <= num_layers for f in features):
+        raise ValueError(
+            f"{place}: {_KEY} {ids} read as {convention} ids exceed the target's {num_layers} layers; "
+            "is it another target, or the other convention?"
+        )
+    return features, f"{where} ids {ids} read as {convention} ids"
+
+
+def _named(config: Mapping[str, Any], place: str) -> tuple[list[int] | None, str]:
+    """Returns the checked ids, if any, and the part of the configuration that holds them."""
+    top, inner = config.get(_KEY), (config.get("eagle_config") or {}).get(_KEY)
     for ids in (top, inner):
         if ids is not None:
             _check(ids, place)
@@ -63,21 +68,7 @@ def resolve_layer_ids(
             f"{place}: {_KEY} is {top} at the top level and {inner} inside eagle_config; engines read either, "
             "keep the one that the head was trained with"
         )
-    ids = top or inner
-    if ids is None:
-        if num_layers is None:
-            return LayerIds(("low", "middle", "high"), "not named: the target's layers 2, n//2, n−3")
-        return LayerIds(eagle3_layers(num_layers), f"not named: the default 2, n//2, n−3 of {num_layers} layers")
-    where = "top level" if top else "eagle_config"
-    if convention is None:
-        convention = "output" if not top and ids[0] == 1 else "boundary"
-    features = tuple(int(i) + (convention == "output") for i in ids)
-    if num_layers is not None and not all(0 <= f <= num_layers for f in features):
-        raise ValueError(
-            f"{place}: {_KEY} {list(ids)} read as {convention} ids lead outside the target's {num_layers} layers; "
-            "is it another target, or the other convention?"
-        )
-    return LayerIds(features, f"{where} ids {list(ids)} read as {convention} ids")
+    return top or inner, "top level" if top else "eagle_config"
 
 
 def looks_like_outputs(features: tuple[Feature, ...], num_layers: int) -> bool:

@@ -1,4 +1,4 @@
-"""EAGLE heads of any dialect: from their files to checked tensors and a report."""
+"""Reads EAGLE heads of any dialect into checked tensors and a report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from aquiline.checkpoints.eagle.dialects import Translated, translate
 from aquiline.checkpoints.eagle.gguf import read_gguf_head
-from aquiline.checkpoints.eagle.layer_ids import LayerIds, looks_like_outputs, resolve_layer_ids
+from aquiline.checkpoints.eagle.layer_ids import looks_like_outputs, resolve_layer_ids
 from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, head_config
-from aquiline.checkpoints.eagle.vocabulary import DraftVocabulary, resolve_vocabulary
+from aquiline.checkpoints.eagle.vocabulary import resolve_vocabulary
 from aquiline.checkpoints.report import HeadReport, fits
 from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import HeadConfig
 from aquiline.models.tensors import check_values, read_weights
-from aquiline.targets.target import TargetShape
+from aquiline.targets.target import Feature, TargetShape
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class HeadChoices:
 
     Attributes:
         layer_ids: "boundary" or "output", the convention of its layer ids.
-        norm_before_residual: for speculators checkpoints that do not say.
-        rope_theta: base of the rotary frequencies.
     """
 
     layer_ids: str | None = None
@@ -45,38 +43,35 @@ def read_eagle(
         path: folder of the head, or a GGUF file.
         config: its config.json; empty for a GGUF file, whose header has it.
         target: sizes of the target; None checks the head against itself alone.
-        choices: settings that override the configuration.
 
     Returns:
-        The tensors in their stored dtypes, checked, and how they were understood.
+        The checked tensors in their stored dtypes, and the report.
 
     Raises:
-        ValueError: for anything that is not exactly a head for this target; names the file, the
-            key, what was expected and what to do.
+        ValueError: for anything that is not exactly a head for this target.
     """
     place = str(path)
+    files: tuple[str, ...] = (path.name,)
     if path.suffix == ".gguf" and path.is_file():
         translated = read_gguf_head(path)
-        files: tuple[str, ...] = (path.name,)
     else:
-        stored_tensors, names = read_weights(path)
-        translated = translate(config, stored_tensors, place)
-        files = ("config.json", *names)
-    raw = _overruled(translated.config, choices)
-    tensors = dict(translated.tensors)
+        given, names = read_weights(path)
+        translated, files = translate(config, given, place), ("config.json", *names)
+    raw, tensors = _overruled(translated.config, choices), dict(translated.tensors)
     d2t, t2d, embedding = (tensors.pop(name, None) for name in ("d2t", "t2d", "embed_tokens.weight"))
-    ids = None
+    features: tuple[Feature, ...] = ("final",)
+    origin = "after the final norm, as EAGLE-1/2 does"
     if translated.kind == "eagle3":
-        ids = resolve_layer_ids(raw, target.num_layers if target else None, place, choices.layer_ids)
-    sizes = head_config(translated.kind, raw, tensors, target, ids, place)
+        features, origin = resolve_layer_ids(raw, target.num_layers if target else None, place, choices.layer_ids)
+    sizes = head_config(translated.kind, raw, tensors, target, features, place)
     fc_notes = _check_fc_bias(translated, raw, sizes, place)
     check_tensors(sizes, tensors, place)
-    vocabulary = _vocabulary(sizes, raw, d2t, t2d, place)
+    ids, map_origin = _vocabulary(sizes, raw, d2t, t2d, place)
     _check_embedding(sizes, embedding, place)
     fingerprint, gamma = raw.get("aquiline_target_fingerprint"), raw.get("aquiline_gamma") or GAMMA
-    stored = StoredHead(sizes, tensors, vocabulary.ids, embedding, fingerprint, gamma)
+    stored = StoredHead(sizes, tensors, ids, embedding, fingerprint, gamma)
     notes = (*translated.notes, *fc_notes, *_doubts(stored, raw, translated.dialect, target, choices))
-    return stored, _report(path, translated.dialect, files, stored, ids, vocabulary, target, notes)
+    return stored, _report(path, translated.dialect, files, stored, (origin, map_origin), target, notes)
 
 
 def _overruled(config: Mapping[str, Any], choices: HeadChoices) -> dict[str, Any]:
@@ -105,14 +100,14 @@ def _check_fc_bias(translated: Translated, raw: Mapping[str, Any], config: HeadC
         )
     if declared is None and not config.fc_bias and config.kind == "eagle" and translated.dialect == "safeailab":
         return [
-            "config.json does not name bias, and fc.bias is missing: no bias (the reference would fill one with noise)"
+            "config.json does not name bias, and fc.bias is missing: read as none (the reference adds a random one)"
         ]
     return []
 
 
 def _vocabulary(
     config: HeadConfig, raw: Mapping[str, Any], d2t: Tensor | None, t2d: Tensor | None, place: str
-) -> DraftVocabulary:
+) -> tuple[Tensor | None, str]:
     for key in ("draft_vocab_size", "truncated_vocab_size"):
         if config.kind == "eagle" and (raw.get(key) or config.vocab_size) != config.vocab_size:
             raise ValueError(
@@ -141,11 +136,11 @@ def _check_embedding(config: HeadConfig, embedding: Tensor | None, place: str) -
 def _doubts(
     stored: StoredHead, raw: Mapping[str, Any], dialect: str, target: TargetShape | None, choices: HeadChoices
 ) -> list[str]:
-    """Valid settings that often cause low acceptance."""
+    """Lists valid settings that often cause low acceptance."""
     notes, theta = [], stored.config.layer.rope.theta
     named = raw.get("rope_theta") is not None or (raw.get("rope_parameters") or {}).get("rope_theta") is not None
     if not named:
-        notes.append("no rope base is named: 10000, the default of the reference implementation")
+        notes.append("config.json names no rope base: read as 10000, the default of the reference implementation")
     elif dialect == "angelslim" and theta != 10000 and choices.rope_theta is None:
         notes.append(f"AngelSlim heads that name the base {theta:g} were reported to accept more with 10000")
     if (
@@ -166,12 +161,11 @@ def _report(
     dialect: str,
     files: tuple[str, ...],
     stored: StoredHead,
-    ids: LayerIds | None,
-    vocabulary: DraftVocabulary,
+    origins: tuple[str, str],
     target: TargetShape | None,
     notes: tuple[str, ...],
 ) -> HeadReport:
-    features = ids.source if ids else "after the final norm, as EAGLE-1/2 does"
+    """Writes the report; `origins` tells how features and vocabulary were found."""
     return HeadReport(
         path=str(path),
         kind=stored.config.kind,
@@ -180,8 +174,8 @@ def _report(
         config=stored.config,
         dtype=" and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in stored.tensors.values()})),
         parameters=stored.parameters,
-        features=f"{', '.join(str(f) for f in stored.config.features)} ({features})",
-        vocabulary=f"{stored.config.draft_vocab_size} tokens ({vocabulary.source})",
+        features=f"{', '.join(str(f) for f in stored.config.features)} ({origins[0]})",
+        vocabulary=f"{stored.config.draft_vocab_size} tokens ({origins[1]})",
         embedding="the target's" if stored.embedding is None else "its own",
         fingerprint=stored.fingerprint,
         checked_against=fits(target),

@@ -27,9 +27,7 @@ def write_head(folder: str | Path, head: DraftHead, dtype: torch.dtype = torch.b
     """Writes a head as model.safetensors and config.json, each whole or not at all.
 
     Args:
-        folder: made if it does not exist.
         head: what to write; embeddings only if they are the head's own.
-        dtype: dtype of the stored weights.
     """
     stored = stored_from_head(head, dtype)
     write_folder(folder, native_config(stored), file_tensors(stored))
@@ -105,7 +103,6 @@ def file_tensors(stored: StoredHead, first_layer: str = "midlayer") -> dict[str,
     """Returns the tensors under the names of files: layers counted from 0, the map as offsets.
 
     Args:
-        stored: the head.
         first_layer: name of the first layer of an EAGLE-3 head in the file, "midlayer" or "layers.0".
     """
     tensors: dict[str, Tensor] = {}

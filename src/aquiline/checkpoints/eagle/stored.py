@@ -1,6 +1,6 @@
-"""An EAGLE head as tensors and configuration, between its files and its network.
+"""Holds EAGLE heads as tensors and configuration, between their files and their networks.
 
-Readers produce it and writers consume it, so that tensors keep their stored dtype and bits.
+Readers produce a `StoredHead` and writers consume it, so that tensors keep their stored dtype and bits.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS, check_sizes
-from aquiline.checkpoints.eagle.layer_ids import LayerIds
 from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network
 from aquiline.models import tensors as tensor_rules
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig, rope_from_hf
-from aquiline.targets.target import TargetShape
+from aquiline.targets.target import Feature, TargetShape
 
 _FLAGS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
@@ -29,7 +28,6 @@ class StoredHead:
     """A head independent of any file format.
 
     Attributes:
-        config: the network's configuration.
         tensors: exactly the names of the network's state dict, in stored dtypes.
         draft_to_target: (Vd,) int64 increasing target ids, or None where they coincide.
         embedding: (V, H_draft) the head's own embedding, or None.
@@ -89,31 +87,27 @@ def head_config(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     target: TargetShape | None,
-    layer_ids: LayerIds | None,
+    features: tuple[Feature, ...],
     place: str,
 ) -> HeadConfig:
     """Derives the network's configuration from a flat config.json and the tensors' names.
 
     Args:
-        kind: "eagle" or "eagle3".
-        config: flat configuration, see `dialects`.
-        tensors: as read; biases are where they have some.
+        tensors: as read; they decide where the network has biases.
         target: the target that the head is meant for, or None to check nothing against it.
-        layer_ids: features of an EAGLE-3 head.
-        place: for messages.
 
     Raises:
         ValueError: if a size is missing or the head does not fit the target; says which.
     """
     _check_target(config, target, place)
     try:
-        return _head_config(kind, config, tensors, layer_ids)
+        return _head_config(kind, config, tensors, features)
     except ValueError as error:
         raise ValueError(f"{place}: config.json: {error}") from error
 
 
 def _head_config(
-    kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer_ids: LayerIds | None
+    kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], features: tuple[Feature, ...]
 ) -> HeadConfig:
     inputs = config.get("aquiline_inputs") or "feature+shifted"
     if inputs != "feature+shifted":
@@ -126,7 +120,7 @@ def _head_config(
         vocab_size=config["vocab_size"],
         draft_vocab_size=(config.get("draft_vocab_size") or config["vocab_size"]) if eagle3 else config["vocab_size"],
         target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
-        features=layer_ids.features if layer_ids else ("final",),
+        features=features,
         num_layers=config.get("num_hidden_layers") or 1,
         max_positions=config.get("max_position_embeddings") or 2048,
         fc_bias="fc.bias" in tensors,
@@ -214,7 +208,7 @@ def _remedy(name: str, config: HeadConfig) -> str:
 def _excess(name: str) -> str:
     for flag, tensor in _FLAGS.items():
         if name == tensor:
-            return f'config.json does not say "{flag}": true, so engines would ignore it; add it if it was trained so'
+            return f'config.json does not say "{flag}": true, so engines would ignore it; set it if the head has it'
     return "fetch the head again, or ask its author which method it is"
 
 

@@ -1,4 +1,4 @@
-"""The map from draft ids to target ids, whichever way a checkpoint stores it.
+"""Reads and writes the map from draft ids to target ids, in any of its stored forms.
 
 A head that drafts Vd of V tokens stores `d2t` (Vd,) as the *offset* target id − draft id (GGUF
 files: as the absolute target id) and `t2d` (V,), true for the tokens that it can draft::
@@ -11,28 +11,13 @@ A head that drafts all V tokens has neither, or both filled with zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class DraftVocabulary:
-    """The resolved map.
-
-    Attributes:
-        ids: (Vd,) int64 increasing target ids, or None where draft and target ids coincide.
-        source: how it was found, as text.
-    """
-
-    ids: Tensor | None
-    source: str
-
-
 def resolve_vocabulary(
     d2t: Tensor | None, t2d: Tensor | None, draft_size: int, target_size: int, place: str
-) -> DraftVocabulary:
+) -> tuple[Tensor | None, str]:
     """Finds the target ids of a head's draft ids and checks them.
 
     Args:
@@ -40,7 +25,9 @@ def resolve_vocabulary(
         t2d: (V,) bool (or 0/1) as stored, or None.
         draft_size: Vd.
         target_size: V.
-        place: where they were read, for messages.
+
+    Returns:
+        (Vd,) int64 increasing target ids, or None if draft and target ids coincide; and how they were found, as text.
 
     Raises:
         ValueError: if there is no map, or it is out of range, unsorted or contradicts itself.
@@ -62,7 +49,7 @@ def resolve_vocabulary(
                 f"{place}: neither d2t nor t2d is there, but the head drafts {draft_size} of {target_size} tokens; "
                 "without the map it would draft wrong tokens, get the file that its training saved"
             )
-        return DraftVocabulary(member.nonzero().flatten(), "built from t2d")
+        return member.nonzero().flatten(), "built from t2d"
     return _from_d2t(d2t.to(torch.int64), member, target_size, place)
 
 
@@ -91,8 +78,8 @@ def _check_shapes(d2t: Tensor | None, t2d: Tensor | None, draft_size: int, targe
             raise ValueError(f"{place}: {name} has dtype {tensor.dtype}, expected integers")
 
 
-def _whole(d2t: Tensor | None, t2d: Tensor | None, size: int, place: str) -> DraftVocabulary:
-    """Draft ids are target ids; a map may be there, filled with zeros or saying just that."""
+def _whole(d2t: Tensor | None, t2d: Tensor | None, size: int, place: str) -> tuple[Tensor | None, str]:
+    """Draft ids are target ids; a stored map must hold zeros or the identity."""
     if d2t is not None and not (bool((d2t == 0).all()) or torch.equal(d2t.to(torch.int64), torch.arange(size))):
         raise ValueError(
             f"{place}: d2t moves tokens although draft_vocab_size = vocab_size = {size}, where draft and target "
@@ -100,10 +87,10 @@ def _whole(d2t: Tensor | None, t2d: Tensor | None, size: int, place: str) -> Dra
         )
     if t2d is not None and int(t2d.to(torch.bool).sum()) not in (0, size):
         raise ValueError(f"{place}: t2d leaves tokens out although draft_vocab_size = vocab_size = {size}")
-    return DraftVocabulary(None, "all tokens of the target, no map")
+    return None, "all tokens of the target, no map"
 
 
-def _from_d2t(stored: Tensor, member: Tensor | None, target_size: int, place: str) -> DraftVocabulary:
+def _from_d2t(stored: Tensor, member: Tensor | None, target_size: int, place: str) -> tuple[Tensor | None, str]:
     as_offset = stored + torch.arange(len(stored))
     candidates = [(as_offset, "d2t read as offsets"), (stored, "d2t read as absolute ids")]
     valid = [(ids, source) for ids, source in candidates if _flaw(ids, target_size) is None]
@@ -114,7 +101,7 @@ def _from_d2t(stored: Tensor, member: Tensor | None, target_size: int, place: st
         )
     if member is None:
         # Both readings are possible for a map without neighbours; all dialects but GGUF store offsets.
-        return DraftVocabulary(*valid[0])
+        return valid[0]
     agreeing = [(ids, source) for ids, source in valid if torch.equal(membership(ids, target_size), member)]
     if not agreeing:
         ids = valid[0][0]
@@ -124,7 +111,7 @@ def _from_d2t(stored: Tensor, member: Tensor | None, target_size: int, place: st
             "get both from the same training run"
         )
     ids, source = agreeing[0]
-    return DraftVocabulary(ids, source + ", t2d agrees")
+    return ids, source + ", t2d agrees"
 
 
 def _flaw(ids: Tensor, target_size: int) -> str | None:

@@ -19,8 +19,6 @@ class Engine:
     """The heads that one engine can run, according to its source.
 
     Attributes:
-        title: its name in messages.
-        eagle1: runs EAGLE-1/2 heads.
         fc_bias: kinds of heads whose fc may have a bias.
         qkv_bias: kinds whose q, k, v projections may have one.
         flags: norm switches that it honours.

@@ -36,10 +36,6 @@ class ExportReport:
     """The files of an export.
 
     Attributes:
-        format: name of the engine's format.
-        path: the folder, or the GGUF file.
-        files: names of the files.
-        snippet: how to serve it.
         notes: remarks for the user, one sentence each.
     """
 
@@ -68,9 +64,7 @@ def export_head(
 
     Args:
         head: a head's folder (its tensors are copied bit by bit), or a head in memory.
-        to: one of `FORMATS`.
         output: folder, made if need be; for "gguf" a folder or a path that ends in .gguf.
-        target: sizes of the target.
         target_name: the target in the snippet, a folder or a hub id.
         target_gguf: for "gguf", the target's own GGUF file, whose tokenizer is copied.
         dtype: dtype of the stored weights if `head` is in memory.

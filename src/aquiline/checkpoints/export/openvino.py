@@ -23,8 +23,6 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
     """Writes the head's OpenVINO graph with `optimum-cli export openvino`.
 
     Args:
-        stored: an EAGLE-3 head.
-        output: folder, made if need be.
         weight_format: fp32, fp16, int8 …; None loses nothing.
 
     Returns:
