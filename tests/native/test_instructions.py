@@ -16,7 +16,7 @@ from aquiline.targets.decoder import Decoder
 from aquiline.targets.native import native
 from aquiline.targets.target import TargetInput
 from tests.native.test_codes import random_codes
-from tests.targets.test_native import ancestors_of, assert_close, chain, fill, random_decoder
+from tests.targets.native_targets import ancestors_of, assert_close, chain, fill, random_decoder
 
 BUILDS = {
     "x86-64": (set(), "8-lane vectors"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from aquiline.drafters.eagle_network import new_draft_cache
 from aquiline.drafters.native import native_network
 from aquiline.targets.rope import RotaryTable
-from tests.targets.test_native import copy_of, fill
+from tests.targets.native_targets import copy_of, fill
 from tests.tiny import VOCAB, decoder, head
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool]

@@ -12,7 +12,7 @@ from aquiline.targets.decoder import Decoder
 from aquiline.targets.packed import packed
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import TargetInput
-from tests.targets.test_native import ancestors_of, assert_close, chain, fill
+from tests.targets.native_targets import ancestors_of, assert_close, chain, fill
 from tests.tiny import FAMILIES, decoder, head
 
 

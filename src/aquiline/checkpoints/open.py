@@ -63,7 +63,7 @@ def open_head(name: str | Path, target: TargetShape | None = None, choices: Head
     Raises:
         ValueError: for anything that is not exactly a head for this target; names the file, the key, what was
             expected and the remedy.
-        RuntimeError: the download failed.
+        RuntimeError: if the download fails.
     """
     path = resolve_head(name)
     config = {} if path.is_file() else _read_config(path)
@@ -96,7 +96,7 @@ def stored_eagle(head: Head) -> StoredHead:
     """Returns the tensors of an EAGLE head.
 
     Raises:
-        ValueError: the head is of another kind.
+        ValueError: if the head is of another kind.
     """
     if not isinstance(head.contents, StoredHead):
         raise ValueError(

@@ -1,9 +1,10 @@
-"""The report on a draft head: how its files were interpreted."""
+"""Describes draft heads: what they are, and how their files were interpreted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS
 from aquiline.drafters.eagle_network import HeadConfig
 from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.targets.target import TargetShape
@@ -47,7 +48,7 @@ class HeadReport:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and value of each line."""
+        """Returns the label and value of each line."""
         rows = [
             ("head", f"{TITLES[self.kind]}, {self.dialect} checkpoint"),
             ("files", ", ".join(self.files)),
@@ -77,7 +78,7 @@ class HeadReport:
 
 
 def fits(target: TargetShape | None) -> str | None:
-    """The target that a head was checked against, as text."""
+    """Describes the target that a head was checked against."""
     if target is None:
         return None
     return f"fits a target with hidden {target.hidden_size}, {target.vocab_size} tokens, {target.num_layers} layers"
@@ -85,8 +86,9 @@ def fits(target: TargetShape | None) -> str | None:
 
 def _eagle_lines(config: HeadConfig, weights: str) -> list[tuple[str, str]]:
     layer, rope = config.layer, config.layer.rope
-    flags = [f for f in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, f)]
-    flags += [f for f in ("fc_bias",) if config.fc_bias] + [f for f in ("qkv_bias", "qk_norm") if getattr(layer, f)]
+    flags = [f for f in (*NORM_FLAGS, "fc_bias") if getattr(config, f)] + [
+        f for f in ("qkv_bias", "qk_norm") if getattr(layer, f)
+    ]
     sizes = f"{config.num_layers} layer(s), hidden {layer.hidden_size}, MLP {layer.intermediate_size}"
     attention = f"{layer.num_heads} heads / {layer.num_kv_heads} KV of {layer.head_dim}"
     return [

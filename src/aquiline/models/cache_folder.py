@@ -1,4 +1,4 @@
-"""Cache folders on disk: built once, atomically, by one process at a time."""
+"""Builds cache folders once, atomically, in one process at a time."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Files: untrusted ones are read safely, and new ones are written whole or not at all.
+"""Reads untrusted files safely, and writes new ones whole or not at all.
 
 Models and heads come from strangers, so nothing outside their folder is opened. A written file appears under its name
 only when it is complete; a kill at any moment leaves the previous file.
@@ -64,7 +64,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def user_path(name: str | Path) -> Path:
-    """Returns what a user names as a path, after checking that the system can look it up.
+    """Returns a user's name for a file as a path, after checking that the system can look it up.
 
     Raises:
         ValueError: for a name that is too long, a loop of links, or a null character.
@@ -73,7 +73,7 @@ def user_path(name: str | Path) -> Path:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        pass  # The caller says what it looked for.
+        pass  # The caller reports it.
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{str(path)[:300]!r} cannot be a file or folder ({error}); check the name") from error
     return path
@@ -112,7 +112,7 @@ def locked(output: Path) -> Iterator[None]:
     Take it before anything is written. Its file ``.NAME.lock`` beside the output is removed at the end.
 
     Raises:
-        ValueError: another process holds it; named by its pid.
+        ValueError: if another process holds it; names its pid.
     """
     from filelock import FileLock, Timeout
 
@@ -152,8 +152,8 @@ def naming(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`, and moves that file to `path` when the block succeeds.
 
-    After an error the previous file is untouched and the scratch file is gone; what a killed process left is
-    removed by the next one.
+    An error leaves the previous file untouched and no scratch file; the next process removes the remains of
+    a killed one.
     """
     scratch = _scratch(path)
     try:

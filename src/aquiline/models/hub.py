@@ -1,4 +1,4 @@
-"""The model hub: a complete copy from the local cache, else a download."""
+"""Fetches models from the hub, or from a complete copy in its local cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form organisation/name."""
+    """Returns True for a name of the form organisation/name."""
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(".gguf")
 
 

@@ -1,4 +1,4 @@
-"""Tensors in files: read without running code, and checked key by key before use."""
+"""Reads tensors from files without running code, and checks them key by key."""
 
 from __future__ import annotations
 

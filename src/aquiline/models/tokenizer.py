@@ -25,7 +25,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         name = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
     except (OSError, ValueError, AttributeError, RecursionError):
-        name = None  # transformers says what is wrong
+        name = None  # transformers reports the error
     try:
         if name in _GENERAL and (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast
@@ -46,7 +46,7 @@ def token_table(folder: Path) -> dict[int, str] | None:
     """Returns id → token as tokenizer.json holds them; None without that file.
 
     Raises:
-        ValueError: the file is broken.
+        ValueError: if the file is broken.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():

@@ -59,20 +59,14 @@ class NativeChain:
             logits: (B, Vd) float32 at the roots.
             hidden: (B, H) feedback at the roots.
             cache: with room for levels - 1 more positions of each row.
-            rows: the B rows of the cache.
-            angles: for these positions.
-            levels: ≥ 1.
-            floor: drafting ends after a level in which no row's joint log-probability reaches it.
+            angles: of these positions.
+            floor: ends the draft after a level in which no row's joint log-probability reaches it.
 
         Returns:
             (B, L) int64 target ids and (B, L) float32 joint log-probabilities, 1 ≤ L ≤ levels.
-
-        Raises:
-            ValueError: for sizes, tokens, positions or rows that do not fit.
         """
         self._check(logits, hidden, rows, levels)
-        lengths = cache.lengths.tolist()
-        positions = torch.tensor([lengths[row] for row in rows])
+        positions = cache.lengths[list(rows)]
         slots = torch.tensor(list(rows))
         # The call writes into these.
         logits = logits.to(torch.float32, copy=True).contiguous()
@@ -84,9 +78,8 @@ class NativeChain:
             positions=positions.data_ptr(), committed=positions.data_ptr(), rows=slots.data_ptr(),
             stream_out=stream.data_ptr(),
         )  # fmt: skip
-        chains = ChainCall(
-            ctypes.pointer(call), logits.data_ptr(), tokens.data_ptr(), scores.data_ptr(), levels, 0, floor
-        )
+        results = logits.data_ptr(), tokens.data_ptr(), scores.data_ptr()
+        chains = ChainCall(ctypes.pointer(call), *results, levels, 0, floor)
         if self.stack.library.draft(self._struct(), chains):
             raise ValueError(call.message.decode())
         return tokens[:, : chains.done], scores[:, : chains.done]

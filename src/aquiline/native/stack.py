@@ -99,9 +99,6 @@ class NativeStack:
         """Runs the stack; writes keys and values after the committed ones, and does not advance the lengths.
 
         Args:
-            inputs: the nodes.
-            cache: the cache, with room for them.
-            angles: for all their positions.
             features: boundaries of the stream to return; `FINAL` is the one after the final norm.
             logits_at: (B, K) int64 nodes whose logits are returned; None for all.
             stream: return the stream after the last layer, and no logits.
@@ -113,7 +110,7 @@ class NativeStack:
         given = self._given(inputs, batch, width)
         asked = width if logits_at is None else logits_at.shape[-1]
         if logits_at is not None:
-            logits_at = _checked("logits_at", logits_at, torch.int64, (batch, asked))
+            given["logits_at"] = _checked("logits_at", logits_at, torch.int64, (batch, asked))
         lengths = cache.lengths.tolist()
         committed = (ctypes.c_int64 * batch)(*[lengths[row] for row in inputs.rows])
         rows = (ctypes.c_int64 * batch)(*inputs.rows)
@@ -124,7 +121,7 @@ class NativeStack:
             **{name: _address(tensor) for name, tensor in given.items()},
             committed=ctypes.addressof(committed), rows=ctypes.addressof(rows),
             features=ctypes.addressof(boundaries), feature_out=_address(out.features), num_features=len(features),
-            logits_at=_address(logits_at), logits=_address(out.logits), asked=asked, stream_out=_address(out.stream),
+            logits=_address(out.logits), asked=asked, stream_out=_address(out.stream),
         )  # fmt: skip
         if self.library.forward(self.struct, call):
             raise ValueError(call.message.decode())

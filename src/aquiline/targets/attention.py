@@ -1,4 +1,4 @@
-"""Masks and grouped attention over a cache, shared by targets and draft heads; in few kernels on GPUs."""
+"""Computes masks and grouped attention over a cache for targets and draft heads, in few kernels on GPUs."""
 
 from __future__ import annotations
 
@@ -93,8 +93,7 @@ def attention_mask(
     Args:
         positions: (B, T) int64 positions of the new tokens.
         ancestors: (B, T, offset + T) bool over the uncommitted slots; None for causal order.
-        window: a query at position p sees keys at positions > p - window; None for all.
-            Needs ``offset == 0``.
+        window: a query at position p sees keys at positions > p - window, for ``offset == 0``; None for all.
     """
     starts, width, span, offset = placement.starts, placement.width, placement.span, placement.offset
     same = all(start == starts[0] for start in starts)
@@ -126,7 +125,7 @@ def attention_mask(
 
 @dataclass(frozen=True, eq=False)
 class AttentionFrame:
-    """What all layers of one forward share.
+    """The state that all layers of one forward share.
 
     Attributes:
         cos: (B, T, dim).
@@ -155,7 +154,7 @@ def attention_frame(
     group: int,
     fused: bool,
 ) -> AttentionFrame:
-    """Prepares what all layers of one forward share.
+    """Prepares the frame of one forward.
 
     Args:
         positions: (B, T) int64.

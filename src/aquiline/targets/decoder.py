@@ -1,4 +1,4 @@
-"""Our own Llama-family decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM2/3.
+"""Implements the Llama-family decoder: Llama, Mistral, Qwen2, Qwen3, SmolLM2/3.
 
 The reference path, for any dtype and device; `aquiline.targets.native` is its fast copy on CPUs.
 """

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers as a target, through transformers' own modeling code.
+"""Adapts any causal language model of transformers to `Target`, through transformers' own modeling code.
 
 The model is never modified: it receives our cache, explicit positions and one additive mask per
 kind of layer as arguments. A probe at construction decides whether this is exact: a ragged tree

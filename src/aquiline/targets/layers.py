@@ -1,4 +1,4 @@
-"""The decoder layer of the Llama family, used by targets and draft heads."""
+"""Implements the decoder layer of the Llama family, for targets and draft heads."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ class Attention(Joinable):
         self.has_qk_norm = config.qk_norm
 
     def join(self, by: Callable[..., Joined] = join) -> None:
-        """Computes q, k and v in one product from now on, where `attention.attention_output` runs fused."""
+        """Makes fused forwards compute q, k and v in one product."""
         self.joined = by(self.q_proj, self.k_proj, self.v_proj)
         if self.has_qk_norm:
             norms = ((self.q_norm, self.num_heads), (self.k_norm, self.num_kv_heads))
             self.joined = self.joined._replace(norms=torch.cat([norm.weight.expand(n, -1) for norm, n in norms]))
 
     def qkv_heads(self, x: Tensor) -> Tensor:
-        """q, k and v before norms and rotation: (B, T, heads + 2 · kv_heads, head_dim)."""
+        """Computes q, k and v before norms and rotation: (B, T, heads + 2 · kv_heads, head_dim)."""
         if self.joined is not None:
             flat = self.joined.product(x)
         else:
@@ -139,7 +139,7 @@ class Attention(Joinable):
         return flat.view(*x.shape[:2], -1, self.head_dim)
 
     def normed(self, heads: Tensor) -> Tensor:
-        """Norms of q and k, (B, T, heads + kv_heads, head_dim), where the layer has them."""
+        """Norms q and k, (B, T, heads + kv_heads, head_dim), if the layer has norms."""
         if not self.has_qk_norm:
             return heads
         if self.joined is not None and self.joined.norms is not None:
@@ -183,7 +183,7 @@ class GatedMLP(Joinable):
         self.tanh_gelu = config.activation == "gelu_pytorch_tanh"
 
     def join(self, by: Callable[..., Joined] = join) -> None:
-        """Computes gate and up in one product from now on."""
+        """Makes `forward` compute gate and up in one product."""
         self.joined = by(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:

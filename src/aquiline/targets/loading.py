@@ -86,7 +86,7 @@ def target_shape(folder: str | Path) -> TargetShape:
     """Reads a target's sizes from its config.json, without loading it; of a multimodal target, the text model's.
 
     Raises:
-        ValueError: there is no config.json, or it names no sizes.
+        ValueError: if there is no config.json, or it names no sizes.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""A fast copy of `Decoder` on the CPU kernels of `aquiline.native`: one call for the whole stack.
+"""Runs `Decoder` on the CPU kernels of `aquiline.native`, with one call for the whole stack.
 
 It computes what `Decoder` computes, rounded at fewer places: the residual stream and the logits are
 float32. A token's logits have the same bits whatever else is forwarded with it: alone, in a chain, a

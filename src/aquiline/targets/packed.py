@@ -1,4 +1,4 @@
-"""Linears in the layout of oneDNN's CPU kernels, for machines where `aquiline.native` does not run.
+"""Packs linears in the layout of oneDNN's CPU kernels, for machines where `aquiline.native` does not run.
 
 oneDNN reorders an ordinary weight in every call. A packed one is reordered once, which halves the
 time of a forward of few tokens. All else is computed by the modules of the reference path.

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: default, linear, llama3 and yarn scaling.
+"""Computes rotary position embeddings with default, linear, llama3 and yarn scaling.
 
 Frequencies depend only on the configuration, never on the length of the current input, so that a
 token's keys do not depend on the rest of the cache. Dynamic NTK, which violates this, is limited to
@@ -46,7 +46,7 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
 
     Args:
         config: config.json as a mapping. As in transformers, `rope_scaling` replaces `rope_parameters`, and
-            a value in it goes before the same one beside it.
+            a value in it takes precedence over the same key at the top level.
         default_theta: base if the configuration has none (10000 by convention).
 
     Raises:
@@ -61,10 +61,10 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
         raise ValueError("rope scaling 'longrope' changes frequencies with the input's length; use the HF adapter")
     theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1 and kind != "default":  # Without scaling, these families rotate whole heads whatever it says.
+    if partial != 1 and kind != "default":  # Without scaling, these families rotate whole heads in any case.
         raise ValueError(f"partial_rotary_factor {partial!r} with rope scaling {kind!r} is not supported")
     original = _original(config, parameters)
-    if kind == "yarn" and parameters.get("factor") is None:  # as far as max_position_embeddings says
+    if kind == "yarn" and parameters.get("factor") is None:  # extended to max_position_embeddings
         parameters["factor"] = int(config.get("max_position_embeddings") or original) / max(original, 1)
     return RopeConfig(float(theta), head_dim, kind, parameters, original)
 
@@ -78,7 +78,7 @@ def _kind(parameters: Mapping[str, Any]) -> str:
 
 
 def _original(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    """Context length in training; one beside the rope parameters goes before one in them."""
+    """Returns the context length in training; the top level takes precedence over the rope parameters."""
     names = ("original_max_position_embeddings", "max_position_embeddings")
     return int(config.get(names[0]) or parameters.get(names[0]) or config.get(names[1]) or 0)
 
@@ -150,7 +150,7 @@ def max_positions(config: Mapping[str, Any]) -> int:
 
 
 def rope_changes(config: Mapping[str, Any]) -> bool:
-    """Whether the frequencies change beyond the original length."""
+    """Returns True if the frequencies change beyond the original length."""
     parameters = _parameters(config)
     parts = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
     return any(_kind(part) in ("dynamic", "longrope") for part in parts)

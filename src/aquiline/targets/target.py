@@ -1,4 +1,4 @@
-"""The interface between the decoding loop and a target model."""
+"""Defines the interface between the decoding loop and a target model."""
 
 from __future__ import annotations
 
@@ -75,29 +75,24 @@ class Target(Protocol):
     @property
     def shape(self) -> TargetShape:
         """Sizes that heads and caches must match."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype of embeddings and features."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device of the input tokens and the results."""
-        ...
 
     @property
     def exact(self) -> bool:
-        """Whether a token's logits and features have the same bits whatever else is in the forward.
+        """True if a token's logits and features have the same bits whatever else is in the forward.
 
         Then all drafters and trees are lossless in every dtype; else rounding may decide near-ties.
         """
-        ...
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocates an empty cache for `rows` rows of `capacity` positions."""
-        ...
 
     def forward(self, inputs: TargetInput) -> TargetOutput:
         """Runs the tokens after the committed positions of their rows.
@@ -108,15 +103,12 @@ class Target(Protocol):
         Raises:
             ValueError: for a feature that the target does not have.
         """
-        ...
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the input embeddings, (*tokens.shape, H)."""
-        ...
 
     def project(self, hidden: Tensor) -> Tensor:
         """Applies the LM head, with its scale and soft-cap, to "final" features: (…, H) → (…, V) float32."""
-        ...
 
 
 def check_features(features: Sequence[Feature], num_layers: int) -> None:

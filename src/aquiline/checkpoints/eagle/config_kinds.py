@@ -1,6 +1,6 @@
 """Checks the types of the values in a head's config.json.
 
-Later readers can rely on the types; they check what the values mean.
+Later readers can rely on the types, and check only the meaning of the values.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("own_lm_head", "grounded_heads"), _FLAG),
     "hydra_head_arch": _TEXT,
     "accuracies": _Kind(_is_table, "a list of lists of numbers"),
-    # 0 is written for "as usual".
+    # 0 stands for the default.
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "num_key_value_heads", "head_dim"), _COUNT),
     **dict.fromkeys(
         ("max_position_embeddings", "original_max_position_embeddings", "hot_vocab_size", "truncated_vocab_size"),
@@ -75,10 +75,10 @@ _SCALINGS = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "l
 
 
 def check_kinds(config: Mapping[str, Any], place: str, inside: str = "") -> None:
-    """Raises ValueError for a value of a kind that its key cannot have, here and in nested objects.
+    """Raises ValueError for a value of the wrong type, here and in nested objects.
 
-    None means the same as no such key. `model` and `transformer_layer_config` are read into the
-    flat configuration, which is checked in its turn.
+    None equals an absent key. `model` and `transformer_layer_config` become part of the flat
+    configuration, which is checked later.
 
     Args:
         config: config.json, or an object inside it.

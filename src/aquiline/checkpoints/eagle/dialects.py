@@ -1,8 +1,8 @@
-"""Dialects of EAGLE head checkpoints, translated into one vocabulary.
+"""Translates the dialects of EAGLE head checkpoints into one vocabulary.
 
-Every training stack has its own names. This module converts the tensor names and configuration keys of each
-dialect to those of `DraftHead` (`midlayer.*` for the first layer of EAGLE-3, flat config keys) and rejects, by
-name, features that this engine lacks. It does not check values.
+Each training stack has its own tensor names and configuration keys; they become those of `DraftHead` (`midlayer.*`
+for the first layer of EAGLE-3, flat keys). Features that this engine lacks are rejected by name; values are not
+checked.
 
 | dialect | marked by |
 |---|---|
@@ -172,7 +172,9 @@ def _renamed(tensors: Mapping[str, Tensor], dialect: str, place: str) -> dict[st
         for pattern, replacement in rules:
             new = re.sub(pattern, replacement, new)
         if new in result:
-            raise ValueError(f"{place}: {name} and another tensor both mean {new}; the checkpoint holds two heads")
+            raise ValueError(
+                f"{place}: {name} and another tensor both mean {new}; the checkpoint holds two heads: fetch it again"
+            )
         result[new] = tensor
     return result
 
@@ -184,7 +186,9 @@ def _is_eagle3(tensors: Mapping[str, Tensor]) -> bool:
 def _first_layer_apart(tensors: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
     """Files count the layers from 0; the network has `midlayer` and the ordinary layers after it."""
     if any(n.startswith("midlayer.") for n in tensors) and any(n.startswith("layers.0.") for n in tensors):
-        raise ValueError(f"{place}: both midlayer.* and layers.0.* are there, and both are the first layer")
+        raise ValueError(
+            f"{place}: both midlayer.* and layers.0.* are there, and both are the first layer; fetch the head again"
+        )
 
     def rename(name: str) -> str:
         found = re.match(r"layers\.(\d+)\.(.+)", name)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as GGUF files, as llama.cpp reads them (architecture `eagle3`).
+"""Reads and writes EAGLE-3 heads as GGUF files for llama.cpp (architecture `eagle3`).
 
 Differs from the safetensors layouts: `d2t` holds absolute target ids, query and key rows are
 interleaved for llama.cpp's rotary, norms are float32, the tokenizer lies in the file (it is the

@@ -68,7 +68,7 @@ FORMATS = tuple(ENGINES)
 
 
 def refusals(stored: StoredHead, to: str, target: TargetShape) -> list[str]:
-    """Why an engine cannot run a head; empty if it can."""
+    """Returns the reasons why an engine cannot run a head; empty if it can."""
     engine, config, layer = ENGINES[to], stored.config, stored.config.layer
     default = config.kind == "eagle" or config.features == _default_features(target)
     unknown = [flag for flag in NORM_FLAGS if getattr(config, flag) and flag not in engine.flags]
@@ -117,7 +117,7 @@ def _ascending_outputs(features: tuple[Feature, ...]) -> bool:
 
 
 def sglang_ids(features: tuple[Feature, ...], target: TargetShape) -> tuple[list[int] | None, list[str]]:
-    """Layer ids in SGLang's reading: outputs if the first is 1, else boundaries."""
+    """Returns layer ids in SGLang's reading, outputs if the first is 1 and else boundaries; and reasons to refuse."""
     if features == _default_features(target):
         return None, []
     ids = [int(feature) for feature in features]

@@ -89,7 +89,7 @@ def export_head(
 
 
 def _check_output(to: str, output: Path, head: Path | None) -> None:
-    """Raises ValueError unless nothing is at `output`, or nothing but an earlier export to this format."""
+    """Raises ValueError if `output` holds anything but an earlier export to this format."""
     if head is not None and head.exists() and output.exists() and output.samefile(head):
         raise ValueError(f"{output} is the head itself, which the export would overwrite; name another folder")
     above = next((parent for parent in output.parents if parent.exists()), None)

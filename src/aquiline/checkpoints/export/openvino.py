@@ -1,4 +1,4 @@
-"""EAGLE-3 heads for OpenVINO GenAI, converted by optimum-intel's own command."""
+"""Converts EAGLE-3 heads for OpenVINO GenAI with optimum-intel's own command."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ _WEIGHT_FORMATS = {"torch.float32": "fp32", "torch.float64": "fp32", "torch.floa
 COMMAND_VARIABLE = "AQUILINE_OPTIMUM_CLI"
 
 
-def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | None = None) -> tuple[str, ...]:
+def convert_to_openvino(stored: StoredHead, output: Path) -> tuple[str, ...]:
     """Writes the head's OpenVINO graph with `optimum-cli export openvino`.
-
-    Args:
-        weight_format: fp32, fp16, int8 …; None loses nothing.
 
     Returns:
         Names of the files.
 
     Raises:
         ValueError: if the command is not installed.
-        RuntimeError: if it fails, with the end of what it said, or writes another kind of graph.
+        RuntimeError: if it fails or writes another kind of graph; ends with its output.
     """
     named = os.environ.get(COMMAND_VARIABLE)
     command = shutil.which(named or "optimum-cli")
@@ -40,7 +37,7 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
             + "; install optimum-intel (in an environment of its own, see docs/interop.md) and name its optimum-cli in "
             f"{COMMAND_VARIABLE}"
         )
-    chosen = weight_format or _WEIGHT_FORMATS[str(stored.dtype)]
+    chosen = _WEIGHT_FORMATS[str(stored.dtype)]  # loses no bits
     with filling(output) as made, tempfile.TemporaryDirectory() as source:
         write_folder(source, llama_config(stored.config, stored.dtype), file_tensors(stored))
         arguments = ["export", "openvino", "-m", source, "--task", "text-generation-with-past"]
@@ -56,10 +53,10 @@ def convert_to_openvino(stored: StoredHead, output: Path, weight_format: str | N
 
 
 def _name_layers(graph: Path, outputs: list[int]) -> None:
-    """Writes into a graph which of the target's layers the head reads, counted as their outputs.
+    """Adds the target's layers that the head reads to a graph, counted as outputs.
 
-    Without this list, OpenVINO GenAI takes the outputs of the layers 2, n//2 and n−3, where the reference takes what
-    enters them, and the head reads features that are one layer too late.
+    Without this list, OpenVINO GenAI takes the outputs of the layers 2, n//2 and n−3; the reference takes their
+    inputs, so the head would read features one layer too late.
     """
     text = graph.read_text(encoding="utf-8")
     if text.count(_EAGLE3_MARK) != 1:
