@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aquiline.native.library import Library, find_library
+from aquiline.native.library import Library
 from aquiline.native.packing import Memory
 from aquiline.native.stack import readout
+from tests.targets.native_targets import threads
 
 SIZES = [(32, 64), (576, 192), (20, 7), (97, 131), (256, 33), (1536, 80), (1, 1)]
 """(inputs, outputs), whole tiles and every kind of remainder."""
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    found, why = find_library()
-    assert found is not None, why
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,12 +30,8 @@ def test_a_product_is_close_to_float64_and_independent_of_other_rows(
     assert ((together - expected).abs() / scale).max() < 1e-6
     for count in (1, 2, 3, 5, 6, 7, 8, 13, 16, 17, 32, 33, 48, 64):
         assert torch.equal(product(x[:count]), together[:count]), count
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with threads(2):
         assert torch.equal(product(x), together)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

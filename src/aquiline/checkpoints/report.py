@@ -21,7 +21,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class HeadReport:
-    """How a head's files were interpreted.
+    """The interpretation of a head's files.
 
     Attributes:
         dialect: whose layout it is: safeailab, speculators, vllm, sglang, modelopt, angelslim or gguf for EAGLE heads;

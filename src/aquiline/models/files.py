@@ -80,9 +80,9 @@ def user_path(name: str | Path) -> Path:
 
 
 def _scratch(path: Path) -> Path:
-    """A hidden name beside `path` for this process, after removing those of processes that are gone.
+    """Returns a hidden path beside `path` for this process, after removing those of dead processes.
 
-    Other machines may write into the same folder; their processes cannot be asked from here.
+    Other machines may write into the same folder; their processes cannot be checked from here.
     """
     name, here = path.name, f"@{platform.node()}"
     if len(name) > 40:  # the longest names leave no room for more

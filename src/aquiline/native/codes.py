@@ -48,15 +48,6 @@ class Codes:
                     f"the {name} are {tuple(tensor.shape)}, {tensor.dtype}; allowed: {tuple(size)}, {dtype}"
                 )
 
-    def rows(self, order: Tensor) -> Codes:
-        """Takes rows; -1 stands for a row of zeros."""
-        return Codes(
-            picked(self.values, order, 0),
-            picked(self.scales, order, 0),
-            None if self.minima is None else picked(self.minima, order, 0),
-            self.group,
-        )
-
     def dequantise(self) -> Tensor:
         """Computes the (outputs, inputs) float32 weights."""
         inputs = self.values.shape[1]

@@ -25,7 +25,7 @@ INT8, INT4 = 2, 3
 
 
 def padded(size: int, to: int) -> int:
-    """`size` rounded up to a multiple of `to`."""
+    """Rounds `size` up to a multiple of `to`."""
     return -(-size // to) * to
 
 
@@ -85,15 +85,13 @@ class Memory:
         """Packs a matrix.
 
         Args:
-            weight: (outputs, inputs) float32 or bfloat16, quantised to `form`; or integers already.
+            weight: (outputs, inputs) float32 or bfloat16, quantised to `form`; or integers, in their own order.
             bias: (outputs,) or None.
             rows: int64 order of the outputs, -1 for a row of zeros; None for the given order.
             columns: as `rows`, for the inputs.
         """
-        if isinstance(weight, Codes) and columns is not None and not _in_order(columns, weight.values.shape[1]):
-            weight = weight.dequantise()
         if isinstance(weight, Codes):
-            weight = weight if rows is None else weight.rows(rows)
+            assert rows is None and columns is None, "integers are packed in their own order"
         else:
             weight = picked(picked(weight.detach(), rows, 0), columns, 1)
             weight = weight if self.form is None else quantise(weight, self.form)
@@ -132,20 +130,15 @@ def _lines(words: Tensor, lanes: int) -> Tensor:
     return words.unflatten(0, (-1, shared)).transpose(1, 2)
 
 
-def _in_order(columns: Tensor, inputs: int) -> bool:
-    """Returns True if an order of columns only adds zeros at the end."""
-    return torch.equal(columns[:inputs], torch.arange(inputs)) and bool((columns[inputs:] == -1).all())
-
-
 def padded_heads(heads: int, dim: int, lanes: int) -> Tensor:
-    """Order in which each of `heads` heads of `dim` channels is padded to whole vectors."""
+    """Returns the order in which each of `heads` heads of `dim` channels is padded to whole vectors."""
     order = torch.full((heads, padded(dim, lanes)), -1)
     order[:, :dim] = torch.arange(heads * dim).view(heads, dim)
     return order.flatten()
 
 
 def alternating(size: int, lanes: int) -> Tensor:
-    """Order of [gate, up], each of `size` rows: a vector of gates, then its vector of ups, and so on."""
+    """Returns the order of [gate, up], each of `size` rows: a vector of gates, its vector of ups, and so on."""
     gates = torch.full((padded(size, lanes),), -1)
     gates[:size] = torch.arange(size)
     ups = torch.where(gates < 0, gates, gates + size)

@@ -208,7 +208,7 @@ def attention_output(
 
 
 def _fused_qkv(attention: Attention, x: Tensor, frame: AttentionFrame, rotated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, T, heads, dim), k and v (B, T, kv_heads, dim); q and k are normed and rotated together."""
+    """Computes q (B, T, heads, dim), k and v (B, T, kv_heads, dim); norms and rotates q and k together."""
     parts = attention.qkv_heads(x)
     split = attention.num_heads + attention.num_kv_heads
     both, v = parts[:, :, :split], parts[:, :, split:]
@@ -223,7 +223,7 @@ def _fused_qkv(attention: Attention, x: Tensor, frame: AttentionFrame, rotated: 
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Grouped-query attention with the softmax in at least float32.
+    """Computes grouped-query attention with the softmax in at least float32.
 
     Args:
         queries: (B, heads, T, dim).

@@ -108,13 +108,12 @@ class HFTarget:
         cache.lengths[0] = start
         tokens = torch.tensor([[1, 2]], device=self.device)
         positions = torch.arange(start, start + 2, device=self.device)[None]
-        placement = place(cache, [0], 2)
-        expected = self._run(tokens, positions, cache, placement, None).last_hidden_state
+        inputs, placement = TargetInput(tokens, positions, None, cache, [0]), place(cache, [0], 2)
+        expected = self._run(inputs, placement, None).last_hidden_state
         unused: dict[str, int | None] = {"": None}
         for windows in (mask_windows(config), unused):
             self._windows = windows
-            masks = self._masks(placement, positions, None)
-            found = self._run(tokens, positions, cache, placement, masks).last_hidden_state
+            found = self._run(inputs, placement, self._masks(inputs, placement)).last_hidden_state
             if difference(found, expected) <= tolerance(self.dtype, 0.02):
                 return windows
         raise ValueError(
@@ -181,20 +180,19 @@ class HFTarget:
         Raises:
             ValueError: for an unknown feature, and for boundary n, which transformers does not return.
         """
-        layers, features, cache, positions = self.shape.num_layers, inputs.features, inputs.cache, inputs.positions
+        layers, features = self.shape.num_layers, inputs.features
         check_features(features, layers)
         if layers in features:
             raise ValueError(
                 f"feature {layers} (before the final norm) is not returned by transformers; "
                 f'take {layers - 1} or "final" (after the norm)'
             )
-        placement = place(cache, inputs.rows, inputs.tokens.shape[1])
+        placement = place(inputs.cache, inputs.rows, inputs.tokens.shape[1])
         if self._clamped:
             # Nodes beyond the context are never accepted, but would change the frequencies of all others.
-            positions = positions.clamp(max=self.shape.max_positions - 1)
+            inputs = replace(inputs, positions=inputs.positions.clamp(max=self.shape.max_positions - 1))
         boundaries = sorted({f for f in features if isinstance(f, int)})
-        masks = self._masks(placement, positions, inputs.ancestors)
-        out = self._run(inputs.tokens, positions, cache, placement, masks, boundaries)
+        out = self._run(inputs, placement, self._masks(inputs, placement), boundaries)
         final = out.last_hidden_state.to(self.device)
         if boundaries and (out.hidden_states is None or out.hidden_states[boundaries[0]].shape != final.shape):
             raise ValueError(
@@ -208,33 +206,25 @@ class HFTarget:
             return TargetOutput(final.new_empty(len(inputs.rows), 0, self.shape.vocab_size, dtype=accurate), picked)
         return TargetOutput(self.project(gather_positions(final, inputs.logits_at)), picked)
 
-    def _run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        placement: Placement,
-        masks: Any,
-        boundaries: Sequence[int] = (),
-    ) -> Any:
+    def _run(self, inputs: TargetInput, placement: Placement, masks: Any, boundaries: Sequence[int] = ()) -> Any:
         """Runs the model without its head; with `masks` None, transformers builds the mask."""
         from aquiline.targets.hf_cache import bridge
 
         return self._base(
-            tokens,
+            inputs.tokens,
             attention_mask=masks,
-            position_ids=positions,
+            position_ids=inputs.positions,
             use_cache=True,
             return_dict=True,
-            **{self._cache_name: bridge(cache, placement, self._slots, self.shape.num_layers)},
+            **{self._cache_name: bridge(inputs.cache, placement, self._slots, self.shape.num_layers)},
             **({"output_hidden_states": list(boundaries)} if boundaries else {}),
         )
 
-    def _masks(self, placement: Placement, positions: Tensor, ancestors: Tensor | None) -> Any:
+    def _masks(self, inputs: TargetInput, placement: Placement) -> Any:
         """Returns one additive (B, 1, T, span) mask, or one per kind of layer."""
         masks: dict[str, Any] = {}
         for kind, window in self._windows.items():
-            mask = attention_mask(placement, positions, ancestors, window, self._cache_dtype)
+            mask = attention_mask(placement, inputs.positions, inputs.ancestors, window, self._cache_dtype)
             masks[kind] = None if mask is None else mask[:, None]
         return masks.get("", masks)
 

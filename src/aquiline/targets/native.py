@@ -115,7 +115,7 @@ def supported(config: LayerConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def stack_bytes(config: LayerConfig, layers: int, outputs: int, weight: float, lanes: int) -> int:
-    """Upper bound of the bytes of `layers` packed layers and a head of `outputs` rows, at `weight` bytes each."""
+    """Returns a bound on the bytes of `layers` packed layers and a head of `outputs` rows, at `weight` bytes each."""
     dim = padded(config.head_dim, lanes)
     heads, hidden = config.num_heads * dim, padded(config.hidden_size, INPUT_PAD)
     inner = padded(config.intermediate_size, INPUT_PAD)
@@ -125,7 +125,7 @@ def stack_bytes(config: LayerConfig, layers: int, outputs: int, weight: float, l
 
 
 def weight_bytes(dtype: torch.dtype, form: WeightFormat | None) -> float:
-    """Bytes that a weight takes, with its share of the scales."""
+    """Returns the bytes of a weight with its share of the scales."""
     if form is None:
         return dtype.itemsize
     return 1 + 2 / GROUPS[form] if form == "int8" else 0.5 + 4 / GROUPS[form]

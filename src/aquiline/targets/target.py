@@ -120,7 +120,7 @@ def check_features(features: Sequence[Feature], num_layers: int) -> None:
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's default features: the residual stream entering layers 2, n//2, n-3.
+    """Returns EAGLE-3's default features: the residual stream entering layers 2, n//2, n-3.
 
     Raises:
         ValueError: for fewer than 7 layers, where the three would coincide or reorder.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.checkpoints.export.layouts import FORMATS, export_head
 from aquiline.checkpoints.export.openvino import COMMAND_VARIABLE
 from aquiline.checkpoints.open import open_head, stored_eagle
@@ -171,12 +172,13 @@ def test_own_embedding_goes_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "safeailab" / "config.json").read_text())["target_hidden_size"] == H
 
 
-def test_a_head_in_memory(tmp_path: Path) -> None:
+def test_the_fingerprint_goes_along(tmp_path: Path) -> None:
     head = tiny.head("eagle3", dtype=torch.float32)
     shape = fixtures.TargetShape(tiny.VOCAB, 48, 7, 256)
     head.target_fingerprint = "a" * 64
-    export_head(head, "vllm", tmp_path, shape, dtype=torch.float32)
-    opened = open_head(tmp_path, shape)
+    write_head(tmp_path / "head", head, torch.float32)
+    export_head(tmp_path / "head", "vllm", tmp_path / "out", shape)
+    opened = open_head(tmp_path / "out", shape)
     stored, report = stored_eagle(opened), opened.report
     assert torch.equal(stored.tensors["fc.weight"], head.network.fc.weight) and report.fingerprint == "a" * 64
 

@@ -202,7 +202,7 @@ def _add(writer: Any, name: str, tensor: Tensor) -> None:
 
 
 def _rope_factors(rope: RopeConfig) -> Tensor:
-    """llama.cpp divides each plain frequency by these: (dim / 2,) float32."""
+    """Returns llama.cpp's divisors of the plain frequencies, (dim / 2,) float32."""
     plain = inverse_frequencies(RopeConfig(rope.theta, rope.dim))[0]
     return plain / inverse_frequencies(rope)[0]
 

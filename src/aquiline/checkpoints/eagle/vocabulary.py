@@ -79,7 +79,7 @@ def _check_shapes(d2t: Tensor | None, t2d: Tensor | None, draft_size: int, targe
 
 
 def _whole(d2t: Tensor | None, t2d: Tensor | None, size: int, place: str) -> tuple[Tensor | None, str]:
-    """Draft ids are target ids; a stored map must hold zeros or the identity."""
+    """Checks that a map of all tokens, if stored, holds zeros or the identity."""
     if d2t is not None and not (bool((d2t == 0).all()) or torch.equal(d2t.to(torch.int64), torch.arange(size))):
         raise ValueError(
             f"{place}: d2t moves tokens although draft_vocab_size = vocab_size = {size}, where draft and target "

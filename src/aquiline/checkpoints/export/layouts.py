@@ -19,11 +19,10 @@ import torch
 from aquiline.checkpoints.eagle.gguf import is_gguf_head, write_gguf_head
 from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config
 from aquiline.checkpoints.eagle.speculators import speculators_config
-from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
+from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.checkpoints.export.engines import ENGINES, FORMATS, refusals, sglang_ids
 from aquiline.checkpoints.export.openvino import convert_to_openvino
 from aquiline.checkpoints.open import open_head, stored_eagle
-from aquiline.drafters.eagle_network import DraftHead
 from aquiline.models.tensors import write_folder
 from aquiline.targets.target import TargetShape
 
@@ -51,23 +50,21 @@ class ExportReport:
 
 
 def export_head(
-    head: str | Path | DraftHead,
+    head: str | Path,
     to: str,
     output: str | Path,
     target: TargetShape,
     *,
     target_name: str = "TARGET",
     target_gguf: str | Path | None = None,
-    dtype: torch.dtype = torch.bfloat16,
 ) -> ExportReport:
     """Writes a head for an engine, with a README that says how to serve it.
 
     Args:
-        head: a head's folder (its tensors are copied bit by bit), or a head in memory.
-        output: folder, made if need be; for "gguf" a folder or a path that ends in .gguf.
+        head: its folder or GGUF file; tensors are copied bit by bit.
+        output: folder, made if necessary; for "gguf" a folder or a path that ends in .gguf.
         target_name: the target in the snippet, a folder or a hub id.
         target_gguf: for "gguf", the target's own GGUF file, whose tokenizer is copied.
-        dtype: dtype of the stored weights if `head` is in memory.
 
     Raises:
         ValueError: if the engine cannot run this head; says why and which formats can. Also if `output` holds
@@ -76,8 +73,8 @@ def export_head(
     if to not in ENGINES:
         raise ValueError(f"unknown format {to!r}; allowed: {', '.join(FORMATS)}")
     output = Path(output).expanduser()
-    _check_output(to, output, None if isinstance(head, DraftHead) else Path(head))
-    stored = stored_from_head(head, dtype) if isinstance(head, DraftHead) else stored_eagle(open_head(head, target))
+    _check_output(to, output, Path(head))
+    stored = stored_eagle(open_head(head, target))
     reasons = refusals(stored, to, target)
     if reasons:
         others = [name for name in FORMATS if not refusals(stored, name, target)]
@@ -88,9 +85,9 @@ def export_head(
     return _WRITERS[to](stored, output, target, target_name, target_gguf)
 
 
-def _check_output(to: str, output: Path, head: Path | None) -> None:
+def _check_output(to: str, output: Path, head: Path) -> None:
     """Raises ValueError if `output` holds anything but an earlier export to this format."""
-    if head is not None and head.exists() and output.exists() and output.samefile(head):
+    if head.exists() and output.exists() and output.samefile(head):
         raise ValueError(f"{output} is the head itself, which the export would overwrite; name another folder")
     above = next((parent for parent in output.parents if parent.exists()), None)
     if above is not None and not above.is_dir():
