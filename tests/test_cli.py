@@ -310,6 +310,14 @@ def test_doctor(aquiline: Any) -> None:
     assert found["facts"]["path, bfloat16"].startswith("native kernels") == runs_kernels()
 
 
+@pytest.mark.parametrize(("policy", "advised"), [("passive", False), ("active", True)])
+def test_doctor_advises_settings_that_are_not_made(policy: str, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
+    busy = next(line for line in examine()[1] if "busy" in line)
+    assert ("OMP_WAIT_POLICY=passive" in busy) == advised
+
+
 def test_doctor_says_what_was_checked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "GPU of tests")
