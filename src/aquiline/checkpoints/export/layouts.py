@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS
 from aquiline.checkpoints.eagle.gguf import is_gguf_head, write_gguf_head
-from aquiline.checkpoints.eagle.safeailab import file_tensors, llama_config
-from aquiline.checkpoints.eagle.speculators import speculators_config
+from aquiline.checkpoints.eagle.safeailab import file_tensors, layer_keys, llama_config
 from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.checkpoints.export.engines import ENGINES, FORMATS, refusals, sglang_ids
 from aquiline.checkpoints.export.openvino import convert_to_openvino
@@ -142,10 +142,42 @@ def _safeailab(stored: StoredHead, output: Path, target: TargetShape, name: str,
 
 
 def _speculators(stored: StoredHead, output: Path, target: TargetShape, name: str, _: Any) -> ExportReport:
-    config = speculators_config(stored, name, DRAFT_TOKENS)
+    config = _speculators_config(stored, name)
     snippet = f"vllm serve {shlex.quote(str(output))}"
     notes = (f"The target is named in config.json: {name}. vLLM and speculators load it from there.",)
     return _write(stored, "speculators", output, config, snippet, notes, "layers.0")
+
+
+def _speculators_config(stored: StoredHead, target_name: str) -> dict[str, Any]:
+    """Returns config.json with every switch explicit, because the defaults of readers differ."""
+    config = stored.config
+    other_width = config.target_hidden_size != config.hidden_size
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": DRAFT_TOKENS,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size if other_width else None,
+        "eagle_aux_hidden_state_layer_ids": list(config.features),
+        **{flag: getattr(config, flag) for flag in NORM_FLAGS},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "bias": False,
+        "torch_dtype": str(stored.dtype).removeprefix("torch."),
+        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], "mlp_bias": False, **layer_keys(config)},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target_name, "architectures": ["LlamaForCausalLM"]},
+        },
+    }
 
 
 def vllm_config(stored: StoredHead) -> dict[str, Any]:
