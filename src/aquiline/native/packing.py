@@ -127,7 +127,7 @@ def _lines(words: Tensor, lanes: int) -> Tensor:
     """
     shared = LINE_LANES // lanes
     words = torch.cat((words, words.new_zeros(-len(words) % shared, *words.shape[1:])))
-    return words.unflatten(0, (-1, shared)).transpose(1, 2)
+    return words.view(-1, shared, *words.shape[1:]).transpose(1, 2)
 
 
 def padded_heads(heads: int, dim: int, lanes: int) -> Tensor:
