@@ -1,4 +1,4 @@
-"""aquiline export: a draft head in the layout of another engine."""
+"""aquiline export: writes a draft head in the layout of another engine."""
 
 from __future__ import annotations
 

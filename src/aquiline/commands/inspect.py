@@ -1,4 +1,4 @@
-"""aquiline inspect: what a draft head is, how its files were understood, and whether it fits."""
+"""aquiline inspect: describes a draft head, how its files were read, and its fit to a target."""
 
 from __future__ import annotations
 
