@@ -114,7 +114,7 @@ def our_cycle(target: HFTarget, prompt: list[int]) -> Callable[[], object]:
     state = new_state(target, drafter, 1, len(prompt) + 2 * len(PARENTS))
     occupant = Occupant(prompt, TokenChooser(SamplingParams(), 0, len(prompt)), GenerationStats())
     with torch.inference_mode():
-        prefill(target, drafter, state, 0, occupant)
+        list(prefill(target, drafter, state, 0, occupant))
     tokens = list(occupant.tokens)
 
     def run() -> object:

@@ -183,10 +183,11 @@ def decode(
         # The prefill "chooses" the last prompt token.
         chooser, occupant.tokens = occupant.chooser, list(prompt[:-1])
         occupant.chooser = lambda logits, prefix: prompt[-1]  # type: ignore[assignment]
-        prefill(target, drafter, state, 0, occupant)
+        list(prefill(target, drafter, state, 0, occupant))
         occupant.chooser, emitted = chooser, []
     else:
-        emitted = prefill(target, drafter, state, 0, occupant).tokens
+        list(prefill(target, drafter, state, 0, occupant))
+        emitted = occupant.tokens[-1:]
     last = limit + 1 if like_llamacpp else limit
     while len(emitted) < last and not set(emitted) & set(end):
         depth = None

@@ -49,7 +49,7 @@ def records(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.out.splitlines()]
 
 
-def test_generate_streams_text_and_says_what_drafts(aquiline: Any) -> None:
+def test_generate_streams_text_and_names_the_draft(aquiline: Any) -> None:
     result = aquiline("generate", TEXT, "--target", "target", "--max-new-tokens", 12, *EXACT)
     assert result.code == 0 and result.out.endswith("\n")
     lines = result.err.splitlines()
@@ -69,7 +69,7 @@ def test_generate_streams_text_and_says_what_drafts(aquiline: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "0.9", "--top-p", "0.9", "--seed", "5")])
-def test_every_draft_says_what_plain_decoding_says(aquiline: Any, draft: tuple[str, ...], sampled: Any) -> None:
+def test_every_draft_gives_the_output_of_plain_decoding(aquiline: Any, draft: tuple[str, ...], sampled: Any) -> None:
     words = ("generate", TEXT, "--target", "target", "--max-new-tokens", 24, "--json", *EXACT, *sampled)
     plain, drafted = records(aquiline(*words, "--draft", "none")), records(aquiline(*words, *draft))
     assert drafted[0]["token_ids"] == plain[0]["token_ids"]

@@ -32,10 +32,9 @@ from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
 from aquiline.engine.grammar import regex
 from aquiline.loading import Loaded
-from aquiline.sampling import SamplingParams
+from aquiline.sampling import LossyRule, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
-from aquiline.verify import LossyRule
 from tests import tiny
 from tests.knowing_drafter import KnowingDrafter, known_from
 from tests.pretend_device import DEVICE, Away, pretended_device
@@ -209,7 +208,7 @@ def counted_steps(rows: int, make: Callable[[Target], Drafter | None]) -> list[t
         state = decode.new_state(target, drafter, rows, 128)
         for slot, prompt in enumerate(tiny.prompts(rows, seed=3)):
             occupant = decode.Occupant(list(prompt), tiny.chooser(prompt), GenerationStats())
-            decode.prefill(target, drafter, state, slot, occupant)
+            list(decode.prefill(target, drafter, state, slot, occupant))
         for _ in range(5):
             counts.clear()
             decode.step(target, drafter, state, list(range(rows)))

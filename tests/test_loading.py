@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import aquiline
-from aquiline.verify import LossyRule
+from aquiline.sampling import LossyRule
 from tests import tiny
 from tests.command_line import write_target
 

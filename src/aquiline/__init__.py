@@ -1,4 +1,4 @@
-"""Lossless speculative decoding: the same words, sooner.
+"""Lossless speculative decoding: token for token the same output, faster.
 
 import aquiline
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from aquiline.drafters.trees import Chain, DynamicTree, StaticTree
     from aquiline.engine.request import GenerationOutput, StreamEvent
     from aquiline.loading import Loaded, load
-    from aquiline.sampling import SamplingParams
+    from aquiline.sampling import LossyRule, SamplingParams
     from aquiline.stats import GenerationStats
-    from aquiline.verify import LossyRule
 
 __version__ = "0.1.0"
 
@@ -32,7 +31,7 @@ _HOMES = {
     "StaticTree": "drafters.trees",
     "DynamicTree": "drafters.trees",
     "PromptLookup": "drafters.lookup",
-    "LossyRule": "verify",
+    "LossyRule": "sampling",
 }
 __all__ = [
     "Chain",

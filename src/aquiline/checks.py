@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,21 +12,13 @@ from typing import Any
 
 
 def check_kind(name: str, value: object, good: bool, allowed: str) -> None:
-    """Rejects a value of the wrong type.
-
-    Raises:
-        TypeError: unless `good`.
-    """
+    """Raises TypeError unless `good`."""
     if not good:
         raise TypeError(f"{name} is {value!r:.200}; allowed: {allowed}")
 
 
 def check_value(name: str, value: object, good: bool, allowed: str) -> None:
-    """Rejects a value outside its range.
-
-    Raises:
-        ValueError: unless `good`.
-    """
+    """Raises ValueError unless `good`."""
     if not good:
         raise ValueError(f"{name} is {value!r:.200}; allowed: {allowed}")
 
@@ -58,11 +51,7 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any, *, optional: bool = False) -> None:
-    """Rejects values other than True and False (and None, if `optional`).
-
-    Raises:
-        TypeError: for any other value.
-    """
+    """Raises TypeError unless `value` is True or False (or None, if `optional`)."""
     good = isinstance(value, bool) or (optional and value is None)
     check_kind(name, value, good, "True, False or None" if optional else "True or False")
 
@@ -79,7 +68,7 @@ def several(name: str, value: Any, allowed: str = "several, in a tuple") -> tupl
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a setting means: the one source of its check, its ``--help`` and its row in the docs.
+    """The meaning of a setting: the one source of its check, its ``--help`` and its row in the docs.
 
     Attributes:
         text: what it does.
@@ -134,7 +123,9 @@ def check_settings(settings: Any) -> None:
 
 
 def within(value: float, allowed: str) -> bool:
-    """Whether a number lies in a range as `Meaning` writes it."""
+    """True if a finite number lies in a range as `Meaning` writes it."""
+    if not math.isfinite(value):
+        return False
     if "…" in allowed:
         low, high = (float(bound) for bound in allowed.split("…"))
         return low <= value <= high

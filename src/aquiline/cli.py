@@ -82,19 +82,16 @@ def build_parser(only: str | None = None) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: arguments without the program's name; None uses those of the process.
+    """Runs one command; `argv` excludes the program's name, and None uses the arguments of the process.
 
     Returns:
         0 for success, also if the reader of standard output closed it early; 2 for invalid arguments or input
         files; 1 for any other failure; 130 after Ctrl-C.
     """
-    if sys.stdout is None:  # `>&-`: the answer would be lost
+    if sys.stdout is None:  # `>&-`
         return _explain(ValueError("standard output is closed; redirect it to a file or to /dev/null"))
     for stream in (sys.stdout, sys.stderr):
-        # A character that the terminal's encoding lacks appears as an escape; it does not cost the answer.
+        # A character that the terminal's encoding lacks is escaped, instead of ending the command.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
     # OpenMP threads spin for milliseconds between parallel regions, which starves the working thread
@@ -110,12 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Parser(prog=f"aquiline {arguments.command}").error(f"unknown arguments: {' '.join(unknown)}")
     try:
         with _notices(arguments.quiet):
-            code = int(import_module(f"aquiline.commands.{arguments.command}").run(arguments) or 0)
-            from aquiline.models.files import naming
-
-            with naming(Path("standard output")):
-                sys.stdout.flush()
-            return code
+            return _run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -127,6 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         return _explain(error, arguments.options)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    code = int(import_module(f"aquiline.commands.{arguments.command}").run(arguments) or 0)
+    from aquiline.models.files import naming
+
+    with naming(Path("standard output")):
+        sys.stdout.flush()
+    return code
 
 
 class _Line(logging.Formatter):

@@ -12,7 +12,7 @@ import torch
 from aquiline.checks import flag
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, Drafting, Needs
-from aquiline.drafters.requested import Prediction
+from aquiline.drafters.store import Prediction
 from aquiline.engine.chat import ChatSession
 from aquiline.engine.drafting import Tree, make_drafter, read_tree
 from aquiline.engine.generate import generate_requests, stream_requests
@@ -20,9 +20,8 @@ from aquiline.engine.opening import check_exact, fast_form, generation_defaults,
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
 from aquiline.engine.text import Prompt, encode_expected, encode_prompt
 from aquiline.native.codes import GROUPS
-from aquiline.sampling import SamplingParams
+from aquiline.sampling import LossyRule, SamplingParams
 from aquiline.targets.target import Target
-from aquiline.verify import LossyRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

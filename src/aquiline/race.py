@@ -1,4 +1,4 @@
-"""The exponential race that draws the token of an output position, and its noise.
+"""Draws the token of an output position by an exponential race, and makes its noise.
 
 Token v finishes at time E_v / p_v, where E_v is standard exponential noise of (seed, position, v), and the first
 one wins: with probability p_v. A draft that races with the same noise often has the same winner.
@@ -31,7 +31,6 @@ def noise(seed: int, position: int, tokens: int | NDArray[np.uint32]) -> Tensor:
 
     Args:
         seed: the request's seed, an integer of 64 bits.
-        position: t ≥ 0, index of the emitted token.
         tokens: (n,) token ids, or n for the ids 0 … n − 1.
 
     Returns:
@@ -82,11 +81,6 @@ def draw(probs: Tensor, seed: int, position: int) -> int:
 
     Unlike inverting the cumulative sum, a rounding difference in one probability cannot shift the
     outcome between unrelated tokens.
-
-    Args:
-        probs: (V,) probabilities.
-        seed: the request's seed.
-        position: t ≥ 0, index of the emitted token.
     """
     speeds = probs / noise(seed, position, probs.shape[-1]).to(probs.device)
     return possible(speeds, int(speeds.argmax()), 0.0)

@@ -1,4 +1,4 @@
-"""Sampling settings, the processed distribution, and the choice of the target's token."""
+"""Chooses the target's tokens: the settings, the processed distribution, and the draw from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen, and when a request ends.
+    """Settings of a request: the choice of its tokens, and its end.
 
     Attributes:
         max_new_tokens: upper bound on emitted tokens, ≥ 0; never exceeded.
@@ -130,6 +130,45 @@ _INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "n")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
+@dataclass(frozen=True)
+class LossyRule:
+    """An opt-in acceptance rule that CHANGES the output distribution.
+
+    Attributes:
+        kind: "threshold" (SGLang's two thresholds) or "typical" (Medusa's).
+        single: for threshold: accept a child with at least this target probability, in (0, 1].
+        accumulated: for threshold: divisor of the accumulated probability in the coin test, in (0, 1].
+        epsilon: for typical: upper bound of the acceptance threshold.
+        delta: for typical: factor on exp(-entropy).
+    """
+
+    kind: str
+    single: float = 1.0
+    accumulated: float = 1.0
+    epsilon: float = 0.3
+    delta: float = 0.09
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("threshold", "typical"):
+            raise ValueError(f"lossy rule {self.kind!r} is not known; allowed: threshold, typical")
+        for name in ("single", "accumulated", "epsilon", "delta"):
+            value = number(name, getattr(self, name))
+            check_value(name, value, 0 < value <= 1, "in (0, 1]")
+
+    @property
+    def exact(self) -> bool:
+        """True for thresholds of 1, which have no effect."""
+        return self.kind == "threshold" and self.single == 1 and self.accumulated == 1
+
+
+def check_lossy(rule: LossyRule, temperature: float) -> None:
+    """Raises ValueError where a rule has nothing to relax: at temperature 0, unless it is exact."""
+    if temperature == 0 and not rule.exact:
+        raise ValueError(
+            "temperature is 0, but lossy acceptance needs temperature > 0; remove the lossy rule for greedy output"
+        )
+
+
 def processed_logits(
     logits: Tensor,
     params: SamplingParams,
@@ -141,9 +180,7 @@ def processed_logits(
 
     Args:
         logits: (V,) float32 of one node; not modified.
-        params: settings.
         prefix: all tokens before this one: prompt, then output.
-        prompt_length: number of prompt tokens in `prefix`.
         end_ids: end tokens, barred until `min_new_tokens` tokens were emitted.
 
     Returns:
@@ -217,9 +254,7 @@ class TokenChooser:
     """Chooses the target's own token at a node, given that node's prefix.
 
     Attributes:
-        params: settings.
         seed: the request's seed, already resolved.
-        prompt_length: tokens in the prompt.
         end_ids: end tokens, barred by `min_new_tokens`.
     """
 

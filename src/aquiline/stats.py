@@ -1,4 +1,4 @@
-"""Counters of a generation; every rate is a property."""
+"""Counts what a generation did; every rate is a property."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ class GenerationStats:
         steps: target forwards that verified a tree, counted per row.
         emitted: emitted tokens, without those cut off at a stop.
         nodes: drafted nodes that the target computed, without roots.
-        prompt_tokens: tokens in the prompts.
-        accepted: accepted drafts.
         offered_at: offered_at[d] counts steps whose tree had a node at depth d + 1 below an accepted one.
         accepted_at: accepted_at[d] counts steps that accepted a node at depth d + 1.
         seconds: phase → seconds (prefill, draft, target, accept, commit, extend, other).
@@ -71,7 +69,6 @@ class GenerationStats:
         """Adds one verified tree.
 
         Args:
-            num_accepted: accepted drafts.
             deepest_offered: depth down to which the tree offered nodes along the accepted path:
                 `num_accepted`, or one more if the last accepted node had children.
             nodes: drafted nodes, without the root.

@@ -56,11 +56,7 @@ class DraftTree:
 
 
 def root_only(roots: Sequence[int]) -> DraftTree:
-    """Returns the tree of plain decoding: the root alone.
-
-    Args:
-        roots: B last emitted tokens.
-    """
+    """Returns the tree of plain decoding: the root alone."""
     return from_lists([([root], [-1]) for root in roots])
 
 
@@ -96,6 +92,15 @@ def to_lists(tree: DraftTree) -> list[tuple[list[int], list[int]]]:
     return [(tokens[:count], parents[:count]) for tokens, parents, count in rows]
 
 
+def path_tokens(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """Returns the tokens from below the root down to a node."""
+    path = []
+    while node > 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
 def node_sources(tree: DraftTree, source: str) -> list[list[str]]:
     """Returns what drafted each node, per row without padding; `source` where the tree does not say."""
     counts = tree.num_nodes.tolist()
@@ -105,7 +110,7 @@ def node_sources(tree: DraftTree, source: str) -> list[list[str]]:
 
 
 def on_host(tree: DraftTree) -> DraftTree:
-    """Moves a tree to the CPU, except for `draft_probs`; the tree itself where it is there already."""
+    """Moves a tree to the CPU, except for `draft_probs`; returns a tree that is there already unchanged."""
     if tree.tokens.device.type == "cpu":
         return tree
     tensors = {name: getattr(tree, name) for name in ("log_probs", "num_candidates")}
@@ -124,7 +129,6 @@ def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copies CPU tensors to a device, all of them in one copy; returns them as they are for the CPU.
 
     Args:
-        device: where to.
         tensors: those with the widest elements first, which keeps all of them aligned.
     """
     if device.type == "cpu":

@@ -7,6 +7,7 @@ is always a next token, whether it was drafted or not: nothing after it is chose
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.checks import check_value, number
 from aquiline.race import NOT_A_NUMBER, draw, uniform
-from aquiline.sampling import TokenChooser
+from aquiline.sampling import LossyRule, TokenChooser, check_lossy
 from aquiline.tree import DraftTree
 
 Ends = Callable[[int], bool]
@@ -28,36 +28,15 @@ def endless(token: int) -> bool:
     return False
 
 
-@dataclass(frozen=True, eq=False)
-class Acceptance:
-    """Result of verifying a batch of trees, on the CPU.
-
-    Attributes:
-        path: (B, A) int64 accepted node indices, root first, padded with -1; empty for a row whose
-            first token could not be chosen.
-        num_accepted: (B,) int64 accepted drafts, without the root.
-        next_token: (B,) int64 the target's own token after the last accepted node.
-        ended: per row, whether `next_token` ends the output.
-        errors: per row, the exception that the choice of the token after `next_token` raised, or None.
-    """
-
-    path: Tensor
-    num_accepted: Tensor
-    next_token: Tensor
-    ended: Sequence[bool]
-    errors: Sequence[Exception | None]
-
-
 @dataclass(eq=False)
-class Walk:
+class Acceptance:
     """One row's way down its tree.
 
     Attributes:
-        path: accepted nodes, root first.
-        next_token: the token after them.
+        path: accepted nodes, root first; empty if the first token could not be chosen.
+        next_token: the target's own token after them.
         ended: `next_token` ends the output.
-        error: what the row's own chooser raised. The tokens chosen before it stay: the last of them is
-            `next_token`; if there are none, the path is empty.
+        error: what the row's own chooser raised. The tokens chosen before it stay: the last of them is `next_token`.
     """
 
     path: list[int] = field(default_factory=lambda: [0])
@@ -70,9 +49,9 @@ Move = Callable[[int, Sequence[int]], tuple[int | None, int]]
 """(node, tokens below the root down to it) → (the child entered, or None; the chosen token)."""
 
 
-def walk(move: Move, ends: Ends) -> Walk:
+def walk(move: Move, ends: Ends) -> Acceptance:
     """Follows `move` from the root until it leaves the tree, the output ends, or `move` raises."""
-    found, taken = Walk(), list[int]()
+    found, taken = Acceptance(), list[int]()
     try:
         while found.next_token < 0:
             child, token = move(found.path[-1], taken)
@@ -89,17 +68,11 @@ def walk(move: Move, ends: Ends) -> Walk:
     return found
 
 
-def pack(walks: Sequence[Walk]) -> Acceptance:
-    """Builds an `Acceptance` from the rows' walks."""
-    width = max(1, *(len(found.path) for found in walks))
-    padded = [[*found.path, *[-1] * (width - len(found.path))] for found in walks]
-    return Acceptance(
-        path=torch.tensor(padded, dtype=torch.int64),
-        num_accepted=torch.tensor([max(len(found.path) - 1, 0) for found in walks], dtype=torch.int64),
-        next_token=torch.tensor([found.next_token for found in walks], dtype=torch.int64),
-        ended=[found.ended for found in walks],
-        errors=[found.error for found in walks],
-    )
+def _walked(
+    mover: Callable[[int, TokenChooser], Move], choosers: Sequence[TokenChooser], ends: Sequence[Ends] | None
+) -> list[Acceptance]:
+    """Walks each row's tree with the moves that `mover` makes for the row."""
+    return [walk(mover(row, chooser), ends[row] if ends else endless) for row, chooser in enumerate(choosers)]
 
 
 def accept(
@@ -108,7 +81,7 @@ def accept(
     choosers: Sequence[TokenChooser],
     prefixes: Sequence[Sequence[int]],
     ends: Sequence[Ends] | None = None,
-) -> Acceptance:
+) -> list[Acceptance]:
     """Walks each tree with the target's own tokens; exact for every tree that was not sampled.
 
     At the root, take the target's token (the arg-max or the seeded draw). While it is a child, move
@@ -125,18 +98,22 @@ def accept(
 
     Source: EAGLE-2's verification in the reference code; differs: one draw per node, not one per child.
     """
-    children = _children(tree)
+    below = _below(tree)
     # One arg-max for the batch; rows with processors or a temperature choose node by node.
     greedy = _best(logits) if any(c.params.plain_greedy for c in choosers) else None
-    walks = []
-    for row, chooser in enumerate(choosers):
-        if chooser.params.plain_greedy:
-            assert greedy is not None
-            choose = _known_choice(greedy[row])
-        else:
-            choose = _lazy_choice(chooser, logits[row], prefixes[row])
-        walks.append(walk(_to_child(children[row], choose), ends[row] if ends else endless))
-    return pack(walks)
+
+    def mover(row: int, chooser: TokenChooser) -> Move:
+        best = greedy[row] if greedy is not None and chooser.params.plain_greedy else None
+
+        def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
+            token = chooser(logits[row, node], [*prefixes[row], *taken]) if best is None else best[node]
+            if token < 0:
+                raise ValueError(NOT_A_NUMBER)
+            return next((child for child, drafted in below[row][node] if drafted == token), None), token
+
+        return move
+
+    return _walked(mover, choosers, ends)
 
 
 def _best(logits: Tensor) -> list[list[int]]:
@@ -152,40 +129,16 @@ def _best(logits: Tensor) -> list[list[int]]:
     return rows
 
 
-_Choice = Callable[[int, Sequence[int]], int]
-
-
-def _known_choice(best: Sequence[int]) -> _Choice:
-    def choose(node: int, taken: Sequence[int]) -> int:
-        if best[node] < 0:
-            raise ValueError(NOT_A_NUMBER)
-        return best[node]
-
-    return choose
-
-
-def _lazy_choice(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> _Choice:
-    def choose(node: int, taken: Sequence[int]) -> int:
-        return chooser(logits[node], [*prefix, *taken])
-
-    return choose
-
-
-def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """Returns, per row, (parent, token) → node for all candidates."""
+def _below(tree: DraftTree) -> list[defaultdict[int, list[tuple[int, int]]]]:
+    """Returns, per row, node → (child, its token) of the children that may be accepted, in order."""
     limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
     result = []
     for tokens, parents, limit in zip(tree.tokens.tolist(), tree.parents.tolist(), limits.tolist(), strict=True):
-        result.append({(parents[i], tokens[i]): i for i in range(limit - 1, 0, -1)})
+        below: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for node in range(1, limit):
+            below[parents[node]].append((node, tokens[node]))
+        result.append(below)
     return result
-
-
-def _to_child(children: dict[tuple[int, int], int], choose: _Choice) -> Move:
-    def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
-        token = choose(node, taken)
-        return children.get((node, token)), token
-
-    return move
 
 
 def accept_sampled(
@@ -195,7 +148,7 @@ def accept_sampled(
     prefixes: Sequence[Sequence[int]],
     generator: torch.Generator,
     ends: Sequence[Ends] | None = None,
-) -> Acceptance:
+) -> list[Acceptance]:
     """Multi-round speculative sampling for trees whose children were *drawn* from the draft.
 
     At a node, p is the target's distribution and q the draft's. Children are tried in the order in
@@ -206,37 +159,26 @@ def accept_sampled(
 
     Args:
         tree: B trees with `draft_probs`; siblings in drawing order by node index.
-        logits: (B, N, V).
-        choosers: B choosers; at temperature 0 the target's arg-max has probability 1.
-        prefixes: B token sequences up to and including the root.
+        logits, choosers, prefixes, ends: as for `accept`; at temperature 0 the target's arg-max has probability 1.
         generator: source of the uniform draws.
-        ends: as for `accept`.
 
     Source: EAGLE (arXiv 2401.15077) Algorithm 1; SpecInfer (arXiv 2305.09781).
     """
     assert tree.draft_probs is not None, "accept_sampled needs the draft's distributions"
-    laws, candidates = tree.draft_probs, _candidates(tree)
+    laws, below = tree.draft_probs, _below(tree)
 
     def mover(row: int, chooser: TokenChooser) -> Move:
         def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
-            below = candidates(row, node)
+            children = below[row][node]
             p = _law(chooser, logits[row, node], [*prefixes[row], *taken])
-            entered, p = _rounds([token for _, token in below], p, laws[row, node].cpu().double(), generator)
+            entered, p = _rounds([token for _, token in children], p, laws[row, node].cpu().double(), generator)
             if entered is None:
                 return None, int(torch.multinomial(p, 1, generator=generator))
-            return below[entered]
+            return children[entered]
 
         return move
 
-    walks = [walk(mover(row, c), ends[row] if ends else endless) for row, c in enumerate(choosers)]
-    return pack(walks)
-
-
-def _candidates(tree: DraftTree) -> Callable[[int, int], list[tuple[int, int]]]:
-    """Returns (row, node) → (child, token) of the children that may be accepted, in order."""
-    limits = tree.num_nodes if tree.num_candidates is None else tree.num_candidates
-    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), limits.tolist()
-    return lambda row, node: [(i, tokens[row][i]) for i in range(1, counts[row]) if parents[row][i] == node]
+    return _walked(mover, choosers, ends)
 
 
 def _law(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Tensor:
@@ -269,45 +211,6 @@ def _rounds(candidates: Sequence[int], p: Tensor, q: Tensor, generator: torch.Ge
     return None, p
 
 
-@dataclass(frozen=True)
-class LossyRule:
-    """An opt-in acceptance rule that CHANGES the output distribution.
-
-    Attributes:
-        kind: "threshold" (SGLang's two thresholds) or "typical" (Medusa's).
-        single: for threshold: accept a child with at least this target probability, in (0, 1].
-        accumulated: for threshold: divisor of the accumulated probability in the coin test, in (0, 1].
-        epsilon: for typical: upper bound of the acceptance threshold.
-        delta: for typical: factor on exp(-entropy).
-    """
-
-    kind: str
-    single: float = 1.0
-    accumulated: float = 1.0
-    epsilon: float = 0.3
-    delta: float = 0.09
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("threshold", "typical"):
-            raise ValueError(f"lossy rule {self.kind!r} is not known; allowed: threshold, typical")
-        for name in ("single", "accumulated", "epsilon", "delta"):
-            value = number(name, getattr(self, name))
-            check_value(name, value, 0 < value <= 1, "in (0, 1]")
-
-    @property
-    def exact(self) -> bool:
-        """True for thresholds of 1, which have no effect."""
-        return self.kind == "threshold" and self.single == 1 and self.accumulated == 1
-
-
-def check_lossy(rule: LossyRule, temperature: float) -> None:
-    """Raises ValueError where a rule has nothing to relax: at temperature 0, unless it is exact."""
-    if temperature == 0 and not rule.exact:
-        raise ValueError(
-            "temperature is 0, but lossy acceptance needs temperature > 0; remove the lossy rule for greedy output"
-        )
-
-
 def accept_lossy(
     tree: DraftTree,
     logits: Tensor,
@@ -315,7 +218,7 @@ def accept_lossy(
     prefixes: Sequence[Sequence[int]],
     rule: LossyRule,
     ends: Sequence[Ends] | None = None,
-) -> Acceptance:
+) -> list[Acceptance]:
     """Accepts more drafts than the target's distribution does, which changes the output distribution.
 
     Threshold: draws one coin per node and tries the children in order. A child is accepted if the
@@ -333,28 +236,27 @@ def accept_lossy(
         return accept(tree, logits, choosers, prefixes, ends)
     for chooser in choosers:
         check_lossy(rule, chooser.params.temperature)
-    candidates = _candidates(tree)
+    below = _below(tree)
     enter = _enter_threshold if rule.kind == "threshold" else _enter_typical
 
     def mover(row: int, chooser: TokenChooser) -> Move:
         def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
-            prefix, below = [*prefixes[row], *taken], candidates(row, node)
+            prefix, children = [*prefixes[row], *taken], below[row][node]
             position = len(prefix) - chooser.prompt_length
             probs = chooser.probabilities(logits[row, node], prefix)
-            child, left = enter(probs, below, rule, uniform(chooser.seed, position))
-            return child, draw(left, chooser.seed, position) if child is None else dict(below)[child]
+            child, left = enter(probs, children, rule, uniform(chooser.seed, position))
+            return child, draw(left, chooser.seed, position) if child is None else dict(children)[child]
 
         return move
 
-    walks = [walk(mover(row, c), ends[row] if ends else endless) for row, c in enumerate(choosers)]
-    return pack(walks)
+    return _walked(mover, choosers, ends)
 
 
 def _enter_threshold(
-    probs: Tensor, below: Sequence[tuple[int, int]], rule: LossyRule, coin: float
+    probs: Tensor, children: Sequence[tuple[int, int]], rule: LossyRule, coin: float
 ) -> tuple[int | None, Tensor]:
     accumulated, left = 0.0, probs.clone()
-    for node, token in below:
+    for node, token in children:
         accumulated += float(probs[token])
         if coin < accumulated / rule.accumulated or float(probs[token]) >= rule.single:
             return node, probs
@@ -364,9 +266,9 @@ def _enter_threshold(
 
 
 def _enter_typical(
-    probs: Tensor, below: Sequence[tuple[int, int]], rule: LossyRule, coin: float
+    probs: Tensor, children: Sequence[tuple[int, int]], rule: LossyRule, coin: float
 ) -> tuple[int | None, Tensor]:
     entropy = -(probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum()
     threshold = min(rule.epsilon, rule.delta * float(torch.exp(-entropy)))
-    allowed = [(float(probs[token]), -node) for node, token in below if float(probs[token]) >= threshold]
+    allowed = [(float(probs[token]), -node) for node, token in children if float(probs[token]) >= threshold]
     return (-max(allowed)[1] if allowed else None), probs

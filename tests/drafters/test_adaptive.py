@@ -89,14 +89,14 @@ def decoded(
     return tokens / seconds, kinds
 
 
-def test_what_pays_stays_on(clock: Clock) -> None:
+def test_profitable_drafting_stays_on(clock: Clock) -> None:
     """Acceptance of 0.5 gives 1.94 tokens for 1.3 plain steps, whatever the first steps look like."""
     for seed in range(40):
         _, kinds = decoded(clock, Adaptive(OneDraft()), 0.5, 1.3, 600, seed=seed, noise=0.15)
         assert kinds[200:].count("-") <= 10, f"seed {seed}: {kinds}"
 
 
-def test_what_does_not_pay_costs_little(clock: Clock) -> None:
+def test_unprofitable_drafting_costs_little(clock: Clock) -> None:
     """Acceptance of 0.1 gives 1.11 tokens for 1.4 plain steps."""
     speeds = [decoded(clock, Adaptive(OneDraft()), 0.1, 1.4, 1000, seed=seed)[0] for seed in range(40)]
     assert min(speeds) >= 0.97
@@ -104,14 +104,14 @@ def test_what_does_not_pay_costs_little(clock: Clock) -> None:
     assert min(speeds) >= 0.95, "the first 300 tokens include the trial itself"
 
 
-def test_what_does_not_pay_for_five_rows_costs_a_short_answer_little(clock: Clock) -> None:
+def test_drafting_unprofitable_for_five_rows_costs_a_short_answer_little(clock: Clock) -> None:
     """Acceptance of 0.5 gives 1.94 tokens, a step of five rows takes 2.3 plain ones; the answer has 128 steps."""
     runs = [decoded(clock, Adaptive(OneDraft()), 0.5, 2.3, 128, seed=seed, noise=0.05, batch=5) for seed in range(40)]
     assert sum(kinds.count("d") for _, kinds in runs) / len(runs) <= 12
     assert sum(speed for speed, _ in runs) / len(runs) >= 0.965
 
 
-def test_what_pays_for_five_rows_stays_on(clock: Clock) -> None:
+def test_drafting_profitable_for_five_rows_stays_on(clock: Clock) -> None:
     for seed in range(40):
         _, kinds = decoded(clock, Adaptive(OneDraft()), 0.6, 1.7, 300, seed=seed, noise=0.15, batch=5)
         assert kinds[100:].count("-") <= 10, f"seed {seed}: {kinds}"
@@ -132,7 +132,7 @@ def test_a_text_that_begins_to_pay_is_noticed(clock: Clock) -> None:
     assert kinds[-300:].count("-") <= 8
 
 
-def test_what_does_not_pay_for_many_rows_stays_on_for_one(clock: Clock) -> None:
+def test_drafting_unprofitable_for_many_rows_stays_on_for_one(clock: Clock) -> None:
     drafter = Adaptive(OneDraft())
     decoded(clock, drafter, 0.1, 2.0, 100, batch=8)
     decoded(clock, drafter, 0.6, 1.2, 100)

@@ -23,7 +23,7 @@ def rows_at(seeds: list[int], params: SamplingParams = WARM, output: int = 0) ->
 
 
 def agreement(p: Tensor, q: Tensor) -> float:
-    """How often two races with the same noise have the same winner.
+    """Returns the share of races with the same noise that have the same winner.
 
     Token v wins both if E_w ≥ E_v · max(p_w / p_v, q_w / q_v) for every w, which has probability
     1 / Σ_w max(p_w / p_v, q_w / q_v).

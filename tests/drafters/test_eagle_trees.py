@@ -93,7 +93,7 @@ def expected_paths(name: str, row: int, policy: TreePolicy) -> set[tuple[int, ..
 
 
 def proposed(name: str, policy: TreePolicy) -> DraftTree:
-    """What the drafter proposes for both texts at once; the first one came in two pieces."""
+    """Proposes for both texts at once; the first one came in two pieces."""
     drafter = EagleDrafter(head(name), tiny.decoder("llama"), policy)
     state = drafter.new_state(3, 16)
     rows = [2, 0]
@@ -119,7 +119,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", HEADS)
-def test_a_tree_is_what_its_paths_say_one_by_one(name: str, policy: str) -> None:
+def test_a_tree_equals_its_paths_one_by_one(name: str, policy: str) -> None:
     with torch.inference_mode():
         tree = proposed(name, POLICIES[policy])
         validate(tree)

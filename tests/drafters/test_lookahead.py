@@ -9,10 +9,9 @@ from aquiline import decode
 from aquiline import tree as trees
 from aquiline.drafters.drafter import Committed
 from aquiline.drafters.lookahead import Lookahead
-from aquiline.sampling import SamplingParams
+from aquiline.sampling import LossyRule, SamplingParams
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import TargetInput
-from aquiline.verify import LossyRule
 from tests import tiny
 from tests.drafters.loop import Validating, assert_equal_to_plain, rows_of, run, tiny_target
 from tests.tree_invariants import validate
@@ -95,7 +94,7 @@ def test_new_ngrams_are_the_targets_own_words(target):
     drafter = Validating(Lookahead(window=3, ngram=3, guesses=9))
     state = decode.new_state(target, drafter, 1, 64)
     prompt = [1, 2, 3]
-    decode.prefill(target, drafter, state, 0, decode.Occupant(prompt, tiny.chooser(prompt), GenerationStats()))
+    list(decode.prefill(target, drafter, state, 0, decode.Occupant(prompt, tiny.chooser(prompt), GenerationStats())))
     expected: list[list[int]] = []
     kept = pooled = 0
     for _ in range(16):
@@ -136,7 +135,11 @@ def test_lossy_rules_do_not_accept_the_window(target):
     drafter = Lookahead(4, 3, 1)
     state = decode.new_state(target, drafter, 1, 64)
     prompt, params = [1, 2, 3], SamplingParams(temperature=1)
-    decode.prefill(target, drafter, state, 0, decode.Occupant(prompt, tiny.chooser(prompt, params), GenerationStats()))
+    list(
+        decode.prefill(
+            target, drafter, state, 0, decode.Occupant(prompt, tiny.chooser(prompt, params), GenerationStats())
+        )
+    )
     assert len(decode.step(target, drafter, state, [0], lossy=rule)[0].tokens) == 1
     assert state.occupants[0].stats.lossy
 

@@ -113,7 +113,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_wrapper_refuses_what_must_see_every_step_or_samples(target, wrap):
+def test_a_wrapper_rejects_drafters_that_need_every_step_or_sample(target, wrap):
     with pytest.raises(ValueError, match=r"Lookahead.*(use it alone|adaptive=False)"):
         WRAPPERS[wrap](Lookahead())
     with pytest.raises(ValueError, match=r"SmallModel.*sampled=False"):

@@ -14,8 +14,7 @@ from aquiline.drafters.drafter import Committed
 from aquiline.drafters.parallel import ParallelDrafter, ParallelHeads, lm_head_rows, sparse_tree
 from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.drafters.trees import Chain, StaticTree
-from aquiline.sampling import SamplingParams
-from aquiline.verify import LossyRule
+from aquiline.sampling import LossyRule, SamplingParams
 from tests import tiny
 from tests.drafters.loop import Validating, assert_equal_to_plain, rows_of, run
 from tests.drafters.overfit import heads, texts
@@ -171,7 +170,7 @@ def test_refuses_files_that_are_no_heads_for_this_target(tmp_path, target, chang
         open_head(tmp_path, target.shape)
 
 
-def test_refuses_what_does_not_fit(target):
+def test_rejects_heads_that_do_not_fit(target):
     made = random_heads("medusa")
     with pytest.raises(ValueError, match="4 deep; allowed: depth ≤ 3"):
         ParallelDrafter(made, target, Chain(4))

@@ -99,7 +99,7 @@ def test_children_are_drawn_without_replacement():
     assert goodness(counts, (q[:, None] * q[None]).flatten().double() / 1 + 1e-6) < 1e-9
 
 
-def test_an_exhausted_support_drops_children_and_what_is_below():
+def test_an_exhausted_support_drops_children_and_their_descendants():
     laws = torch.tensor([[[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]]])
     tokens, valid = draw_children(laws, 3, torch.Generator().manual_seed(0))
     assert valid.tolist() == [[[True, False, False], [True, True, False]]]
@@ -136,7 +136,7 @@ def outcomes(target, drafter, prompt, params, count, length, rows=50, seed=0):
         for row in range(rows):
             decode.free(drafter, state, row)
         first = decode.Occupant(prompt[:-1], tiny.chooser(prompt, params), GenerationStats())
-        decode.prefill(target, drafter, state, 0, first)
+        list(decode.prefill(target, drafter, state, 0, first))
         for row in range(rows):
             if row:
                 copy_prefix(state.cache, 0, row, len(prompt) - 1)

@@ -49,7 +49,7 @@ def test_sizes_of_lookup_are_integers(settings: dict[str, Any]) -> None:
         PromptLookup(**settings)
 
 
-def test_what_fits_is_made() -> None:
+def test_drafts_that_fit_are_accepted() -> None:
     assert DynamicTree(MOST_NODES, 4, 30).num_nodes == MOST_NODES
     assert Chain(MOST_NODES - 1).depth == PromptLookup(depth=MOST_NODES - 1).depth == MOST_NODES - 1
 
@@ -106,7 +106,7 @@ def test_the_largest_tree_fits_at_the_end_of_the_context() -> None:
 
 
 @pytest.mark.parametrize("context", [256, 1000, 1023])
-def test_whole_blocks_of_slots_fit_behind_any_context(context: int) -> None:
+def test_whole_blocks_of_slots_fit_after_any_context(context: int) -> None:
     cache = tiny.decoder("qwen3").new_cache(1, 8)
     cache.max_capacity = context
     cache.lengths[0] = context - 1

@@ -46,9 +46,8 @@ def test_its_cache_equals_feeding_the_text(target):
     drafter = SmallModel(small, target, Chain(3))
     state = decode.new_state(target, drafter, 2, 64)
     for row, prompt in enumerate(tiny.prompts(2, seed=4)):
-        decode.prefill(
-            target, drafter, state, row, decode.Occupant(list(prompt), tiny.chooser(prompt), GenerationStats())
-        )
+        occupant = decode.Occupant(list(prompt), tiny.chooser(prompt), GenerationStats())
+        list(decode.prefill(target, drafter, state, row, occupant))
     for number in range(9):
         decode.step(target, drafter, state, [0, 1] if number % 3 else [1], max_depth=0 if number == 4 else None)
     for row in (0, 1):
@@ -62,17 +61,18 @@ def test_its_cache_equals_feeding_the_text(target):
         torch.testing.assert_close(kept, cache.key_block[:, 0, :, :length])
 
 
-def test_goes_on_after_a_reset_to_an_earlier_turn(target):
+def test_resumes_after_a_reset_to_an_earlier_turn(target):
     """A chat that is cut back and continued differently equals a fresh one."""
     drafter = SmallModel(noisy(target, 0.02), target, Chain(3))
     prompt, other = [5, 6, 7, 8], [5, 6, 9]
     state = decode.new_state(target, drafter, 1, 64)
-    decode.prefill(target, drafter, state, 0, decode.Occupant(prompt, tiny.chooser(prompt), GenerationStats()))
+    list(decode.prefill(target, drafter, state, 0, decode.Occupant(prompt, tiny.chooser(prompt), GenerationStats())))
     decode.step(target, drafter, state, [0])
     truncate(state.cache, 0, 2)
     drafter.reset(0, 2, state.drafter_state)
     request = decode.Occupant(other, tiny.chooser(other), GenerationStats())
-    out = list(decode.prefill(target, drafter, state, 0, request).tokens)
+    list(decode.prefill(target, drafter, state, 0, request))
+    out = request.tokens[-1:]
     while len(out) < 12:
         out += decode.step(target, drafter, state, [0])[0].tokens
     assert out[:12] == run(target, None, [other], [12])[0][0]

@@ -10,8 +10,7 @@ import torch
 from aquiline.drafters.drafter import Committed, Rows
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.mixed import LookupFirst
-from aquiline.drafters.requested import Prediction
-from aquiline.drafters.store import BELIEFS, BREAK, LONGEST, Store
+from aquiline.drafters.store import BELIEFS, BREAK, LONGEST, Prediction, Store
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.tree import from_lists, node_sources, to_lists
 from tests.drafters.loop import rows_of
@@ -135,7 +134,7 @@ def test_the_texts_continuation_follows_the_heads_drafts() -> None:
     drafter = LookupFirst(PromptLookup(depth=3), other)
     state = drafter.new_state(1, 8)
     text = [2, 3, 4, 5, 6, 7, 9]
-    drafter.lookup.extend(Committed(rows_of(text), torch.empty(1, 0), None, [7]), state.first)
+    drafter.lookup.extend(Committed(rows_of(text), torch.empty(1, 0), None, [7]), state[0])
     tree = drafter.propose(rows_of(text), state)
     assert to_lists(tree) == [([9, 1, 2, 3, 4, 5, 6], [-1, 0, 0, 2, 3, 4, 5])]
     assert node_sources(tree, "?") == [["head"] * 4 + ["lookup"] * 3]

@@ -27,7 +27,7 @@ from tests.training.chat_templates import FAMILIES
 
 SAYS = ("Hi, who are you?", "And the capital of France?", "Thanks 😀 — good bye!")
 ANSWERS = ("<think>\nA name.\n</think>\n\n I am nobody.", " Paris,  of course \n", "<think>\n\n</think>\n\nBye")
-"""What the target is made to say: thoughts that templates drop, white space that they strip."""
+"""Answers that the target is made to give: thoughts that templates drop, white space that they strip."""
 
 
 def tokenizer_for(family: str) -> Any:
@@ -240,7 +240,7 @@ def test_system_prompt_history_and_defaults() -> None:
     assert [m["role"] for m in session.messages[-2:]] == ["user", "assistant"]
 
 
-def test_what_a_chat_refuses() -> None:
+def test_a_chat_rejects_bad_input() -> None:
     with pytest.raises(ValueError, match="chat template"):
         ChatSession(replace(chat().engine, tokenizer=None))
     with pytest.raises(ValueError, match="n is 2"):

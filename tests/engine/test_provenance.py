@@ -14,7 +14,8 @@ from aquiline.drafters.drafter import Committed, Drafting, Rows
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.mixed import LookupFirst, Merged
-from aquiline.drafters.requested import PREDICTION_DEPTH, Prediction, propose_as_asked
+from aquiline.drafters.requested import PREDICTION_DEPTH, propose_as_asked
+from aquiline.drafters.store import Prediction
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import Engine, Piece, Request, StreamEvent, check
 from aquiline.sampling import SamplingParams

@@ -17,8 +17,9 @@ from aquiline.drafters.drafter import Drafter
 from aquiline.engine.request import Engine
 from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
+from aquiline.serve.guard import ServerSettings
 from aquiline.serve.scheduler import Scheduler
-from aquiline.serve.server import Server, ServerSettings
+from aquiline.serve.server import Server
 from tests.knowing_drafter import KnowingDrafter
 from tests.path_target import PathTarget
 from tests.tiny_tokenizers import every_byte
@@ -109,7 +110,7 @@ class Running:
 @contextmanager
 def serving(model: Loaded | None, **settings: Any) -> Iterator[Running]:
     """Serves a model while the block runs; None: it is still loading."""
-    server = Server(ServerSettings(**({"port": 0, "model": MODEL} | settings)))
+    server = Server(ServerSettings(**({"port": 0, "served_model_name": MODEL} | settings)))
     http_server = uvicorn.Server(uvicorn.Config(server.app, port=server.settings.port, log_config=None, lifespan="off"))
     if model is not None:
         server.ready(model)

@@ -60,7 +60,7 @@ def test_options_of_the_other_kind_are_refused(capsys: pytest.CaptureFixture[str
     assert gone.code == 1 and "aquiline serve" in gone.error
 
 
-def test_a_closed_stream_keeps_what_was_said_and_frees_the_server(tmp_path: Any) -> None:
+def test_a_closed_stream_keeps_its_text_and_frees_the_server(tmp_path: Any) -> None:
     def free(running: Running) -> bool:
         return running.scheduler.running == 0
 

@@ -56,7 +56,7 @@ def ask(port: int, count: int, **more: Any) -> tuple[int, Any]:
     return answer.status, answer if more.get("stream") else json.loads(answer.read())
 
 
-def test_sigterm_finishes_what_runs_and_a_second_one_ends_it(target: Path) -> None:
+def test_sigterm_finishes_running_requests_and_a_second_one_ends_them(target: Path) -> None:
     with process(target, "--draft", "prompt-lookup") as (server, port, line):
         assert "model little, drafting: prompt lookup" in line and str(target.parent) not in line
         found: list[Any] = []
@@ -81,7 +81,7 @@ def test_sigterm_finishes_what_runs_and_a_second_one_ends_it(target: Path) -> No
         assert server.wait(60) == 0
 
 
-def test_a_kill_loses_only_what_ran(target: Path) -> None:
+def test_a_kill_loses_only_running_requests(target: Path) -> None:
     with process(target) as (server, port, _):
         before = ask(port, 20)[1]["choices"]
         _, stream = ask(port, 450, stream=True)
@@ -94,7 +94,7 @@ def test_a_kill_loses_only_what_ran(target: Path) -> None:
         assert again == port and ask(port, 20)[1]["choices"] == before
 
 
-def test_what_cannot_be_served(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_that_cannot_be_served(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = call(capsys, "serve", "--target", target, "--port", port)
@@ -104,7 +104,7 @@ def test_what_cannot_be_served(target: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.real
-def test_eight_clients_of_the_real_model_get_what_generate_gives(smollm2_folder: Path) -> None:
+def test_eight_clients_of_the_real_model_get_the_outputs_of_generate(smollm2_folder: Path) -> None:
     """With the shipped head: greedy and seeded, all at once, and asked twice.
 
     In float32: a prompt whose beginning is reused is read in a forward of another width, and the bfloat16

@@ -114,7 +114,7 @@ def alone(model: Loaded, request: Request) -> list[int]:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("make", [path_model, network_model])
-def test_eight_clients_with_cancels_and_shared_prefixes_get_what_generate_gives(make: Any, scheduler: Any) -> None:
+def test_eight_clients_with_cancels_and_shared_prefixes_get_the_outputs_of_generate(make: Any, scheduler: Any) -> None:
     """Each client asks, cancels a third of its requests in mid-answer, and asks follow-ups of its own answers."""
     model = make(rows=3)
     worker, failures = scheduler(model), list[Any]()
@@ -148,7 +148,7 @@ def test_eight_clients_with_cancels_and_shared_prefixes_get_what_generate_gives(
 
 
 @pytest.mark.oracle
-def test_the_next_turn_forwards_only_what_is_new(scheduler: Any) -> None:
+def test_the_next_turn_forwards_only_new_tokens(scheduler: Any) -> None:
     """Another conversation in between takes another slot; the first one's is still there."""
     model = network_model(rows=2)
     worker = scheduler(model)
@@ -322,7 +322,7 @@ def test_memory_that_runs_out_in_a_step_refuses_the_newest_too(monkeypatch: pyte
     assert outputs == {i: alone(model, todo[i]) for i in (0, 1)}
 
 
-def test_a_broken_step_ends_what_runs_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_step_ends_running_requests_and_the_server_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     model = path_model()
     with serving(model) as running:
         with monkeypatch.context() as patch:
@@ -371,5 +371,5 @@ def test_metrics_have_vllms_names_and_add_up() -> None:
 
 
 def test_the_tokenizer_holds_all_tokens_of_the_networks() -> None:
-    """What the tests above rest on: every token of the tiny networks has a text."""
+    """The tests above rely on it: every token of the tiny networks has a text."""
     assert len(every_byte()) >= tiny.VOCAB

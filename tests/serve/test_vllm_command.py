@@ -49,7 +49,7 @@ def test_an_export_is_served_as_it_is(target: Path, tmp_path: Path) -> None:
         (fixtures.llama_config(draft_vocab_size=VD, architectures=["LlamaForCausalLMEagle3"]), "midlayer"),  # no rope
     ],
 )
-def test_what_vllm_would_misread_is_exported_first(
+def test_heads_that_vllm_would_misread_are_exported_first(
     config: dict[str, Any], first: str, target: Path, tmp_path: Path
 ) -> None:
     source = fixtures.write(tmp_path / "head", config, fixtures.eagle3(first))

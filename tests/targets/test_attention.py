@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import commit
-from aquiline.drafters.eagle_network import forward_network, head_on, join_network, new_draft_cache
+from aquiline.drafters.eagle_network import forward_network, head_on, new_draft_cache
 from aquiline.targets.decoder import Decoder
+from aquiline.targets.layers import Attention, GatedMLP
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import TargetInput
 from aquiline.tree import ancestors, depths
@@ -66,7 +67,9 @@ def test_a_joined_head_equals_the_reference(kind: str) -> None:
     for fused in (False, True):
         head = tiny.head(kind)
         if fused:
-            join_network(head.network)
+            for module in head.network.modules():
+                if isinstance(module, Attention | GatedMLP):
+                    module.join()
         cache = new_draft_cache(head.network, 2, 64, 64)
         hidden = torch.sin(torch.arange(2 * 6 * 48, dtype=torch.float64)).view(2, 6, 48)
         rotary = RotaryTable(head.config.layer.rope, torch.float64)

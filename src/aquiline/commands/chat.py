@@ -14,15 +14,13 @@ from aquiline.commands.common import (
     MODEL_OPTIONS,
     add_model_options,
     add_sampling_options,
-    add_template_options,
-    add_tools_option,
     given_settings,
     load_model,
     output_record,
     params_of,
     refuse_given,
-    template_arguments,
 )
+from aquiline.commands.prompts import add_template_options, template_arguments
 
 if TYPE_CHECKING:
     from aquiline.engine.chat import ChatSession
@@ -45,7 +43,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--model", metavar="NAME", help="with --url: the model (default: the first that it lists)")
     server.add_argument("--api-key", help="with --url: the server's key (default: AQUILINE_API_KEY, else none)")
     add_template_options(parser)
-    add_tools_option(parser)
     add_model_options(parser)
     add_sampling_options(parser)
 
@@ -77,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer_of(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Returns what prints the answer to a turn: a model of this process, or a server's."""
+    """Returns a function that prints the answer to a turn, from a local model or a server."""
     if arguments.url is None:
         refuse_given(arguments, _REMOTE, "a model of this process", "add --url")
         template = template_arguments(arguments)
@@ -116,7 +113,7 @@ def _answer(session: ChatSession, line: str, params: SamplingParams, as_json: bo
             if not as_json:
                 print(event.text, end="", flush=True)
             elif event.output is not None:
-                # Flush: a client on a pipe waits for the answer before it sends the next turn.
-                print(json.dumps(output_record(line, event.output), ensure_ascii=False), flush=True)
+                # Flushed, because a client on a pipe waits for the answer before it sends the next turn.
+                print(json.dumps(output_record(line, event.output, params), ensure_ascii=False), flush=True)
     if not as_json:
         print(flush=True)

@@ -1,4 +1,4 @@
-"""Options shared by several subcommands."""
+"""Adds and reads options shared by several subcommands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aquiline.engine.request import GenerationOutput
     from aquiline.loading import Loaded
-    from aquiline.sampling import SamplingParams
+    from aquiline.sampling import LossyRule, SamplingParams
 
 logger = logging.getLogger("aquiline")
 
@@ -45,9 +45,7 @@ def add_setting_options(group: Any, settings: type[Any], names: Collection[str])
     An option that was not given is None, so that a default is written in one place: the dataclass.
 
     Args:
-        group: a parser or a group of one.
         settings: a dataclass whose fields are made by `aquiline.checks.setting`.
-        names: the fields to add.
     """
     from aquiline.checks import explanation, meanings
 
@@ -60,13 +58,13 @@ def add_setting_options(group: Any, settings: type[Any], names: Collection[str])
         if kind is bool:
             group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
             continue
-        more: dict[str, Any] = {"nargs": "+"} if repeated else {}
+        more: dict[str, Any] = {"nargs": "+", "action": "extend"} if repeated else {}
         more |= {"choices": meaning.choices} if meaning.choices else {"metavar": "VALUE" if kind is str else "N"}
         group.add_argument(flag, dest=name, type=kind, help=text, **more)
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
-    """The type of one value of an annotation (int, float, str or bool), and whether it holds several."""
+    """Returns the type of an annotation's single values (int, float, str or bool), and True if it holds several."""
     parts = [part for part in typing.get_args(hint) if part not in (type(None), Ellipsis)]
     if typing.get_origin(hint) is tuple:
         return _kind(parts[0])[0], True
@@ -76,10 +74,10 @@ def _kind(hint: Any) -> tuple[Any, bool]:
 
 
 def integer_of(text: str) -> int:
-    """An integer as people write it: 200000, 200_000 or 2e5.
+    """Parses an integer as people write it: 200000, 200_000 or 2e5.
 
     Raises:
-        ValueError: for anything else, fractions among it.
+        ValueError: for anything else, including fractions.
     """
     value = float(text) if "e" in text else int(text)
     if value != int(value):
@@ -88,7 +86,7 @@ def integer_of(text: str) -> int:
 
 
 def given_settings(arguments: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    """The settings of a dataclass that the command line named, lists as tuples."""
+    """Returns the settings of a dataclass that were given on the command line, lists as tuples."""
     values = {each.name: getattr(arguments, each.name, None) for each in dataclasses.fields(settings)}
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None
@@ -96,7 +94,7 @@ def given_settings(arguments: argparse.Namespace, settings: type[Any]) -> dict[s
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose target, draft, tree, machine and acceptance rule."""
+    """Adds the options for target, draft, tree, machine and acceptance rule."""
     group = parser.add_argument_group("model")
     add_target_option(group)
     group.add_argument(
@@ -139,76 +137,11 @@ MODEL_OPTIONS: dict[str, Any] = {
 
 
 def refuse_given(arguments: argparse.Namespace, defaults: dict[str, Any], where: str, remedy: str) -> None:
-    """Rejects options that were given but have no effect.
-
-    Raises:
-        ValueError: naming the first of them.
-    """
+    """Rejects options that were given but have no effect."""
     for name, default in defaults.items():
         if getattr(arguments, name) != default:
             flag = "flags after --" if name == "flags" else f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} has no effect with {where}; {remedy}")
-
-
-def add_template_options(parser: Any) -> None:
-    """Adds the options for the chat template."""
-    parser.add_argument(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help="variables of the chat template, like '{\"enable_thinking\": false}'",
-    )
-
-
-def template_settings(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Parses --chat-template-kwargs.
-
-    Raises:
-        ValueError: if it is not a JSON object.
-    """
-    import json
-
-    text = arguments.chat_template_kwargs
-    if text is None:
-        return None
-    try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--chat-template-kwargs {text!r} is not JSON ({error}); give an object") from error
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"--chat-template-kwargs is {text!r}; allowed: a JSON object like '{{\"enable_thinking\": false}}'"
-        )
-    return settings
-
-
-def add_tools_option(parser: Any) -> None:
-    """Adds --tools."""
-    parser.add_argument("--tools", metavar="FILE", help="JSON list of the tools that the chat template describes")
-
-
-def read_tools(file: str | None) -> list[Any] | None:
-    """Reads the file of --tools.
-
-    Raises:
-        ValueError: if it cannot be read, or holds something other than a list of objects.
-    """
-    import json
-    from pathlib import Path
-
-    if file is None:
-        return None
-    try:
-        tools = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--tools {file!r} cannot be read ({error}); give a JSON list of tools") from error
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"--tools {file!r} holds no list of objects; give OpenAI's form of tools")
-    return tools
-
-
-def template_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what --tools and --chat-template-kwargs say, as arguments of `Loaded.stream` and `Loaded.chat`."""
-    return {"tools": read_tools(arguments.tools), "chat_template_kwargs": template_settings(arguments)}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -240,12 +173,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_lossy(text: str | None) -> Any:
-    """Parses --lossy.
-
-    Raises:
-        ValueError: if `text` is not a rule.
-    """
-    from aquiline.verify import LossyRule
+    """Parses --lossy."""
+    from aquiline.sampling import LossyRule
 
     if text is None:
         return None
@@ -282,19 +211,16 @@ def set_threads(threads: int | None) -> None:
 
 def load_model(arguments: argparse.Namespace) -> Loaded:
     """Loads the model that the options describe, and logs what drafts."""
-    draft = None if arguments.draft == "none" else arguments.draft
     from aquiline.engine.drafting import read_tree
 
+    draft = None if arguments.draft == "none" else arguments.draft
     tree, lossy = read_tree(arguments.tree), parse_lossy(arguments.lossy)
-    if draft is None and tree is not None:
-        logger.warning("--tree has no effect with --draft none")
-        tree = None
-    if draft is None and lossy is not None:
-        logger.warning("--lossy has no effect with --draft none")
-        lossy = None
-    shared = arguments.shared_lookup and draft is not None
-    if shared != arguments.shared_lookup:
-        logger.warning("--shared-lookup has no effect with --draft none")
+    shared = arguments.shared_lookup
+    if draft is None:
+        for name, given in (("tree", tree is not None), ("lossy", lossy is not None), ("shared-lookup", shared)):
+            if given:
+                logger.warning("--%s has no effect with --draft none", name)
+        tree, lossy, shared = None, None, False
     set_threads(arguments.threads)
     from aquiline.loading import load
 
@@ -309,9 +235,13 @@ def load_model(arguments: argparse.Namespace) -> Loaded:
         shared_lookup=shared,
     )
     logger.info("drafting: %s", loaded.draft_name)
-    if lossy is not None:
-        logger.warning("lossy acceptance (%s): the output distribution differs from the target's", arguments.lossy)
     return loaded
+
+
+def warn_lossy(rule: LossyRule | None) -> None:
+    """Warns if outputs do not have the target's distribution."""
+    if rule is not None:
+        logger.warning("lossy acceptance (%s): the output distribution differs from the target's", rule.kind)
 
 
 def warn_without_effect(arguments: argparse.Namespace, params: SamplingParams) -> None:
@@ -325,22 +255,28 @@ def warn_without_effect(arguments: argparse.Namespace, params: SamplingParams) -
         logger.warning("--n %d repeats the same output %d times at temperature 0, which is greedy", params.n, params.n)
 
 
-def output_record(prompt: Any, output: GenerationOutput) -> dict[str, Any]:
-    """Converts a prompt and its output to JSON-serialisable values."""
+def output_record(prompt: Any, output: GenerationOutput, params: SamplingParams) -> dict[str, Any]:
+    """Converts a prompt and its output to JSON-serialisable values; without draws, the seed is None."""
     return {
         "prompt": prompt,
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
-        "seed": output.seed,
+        "seed": output.seed if params.temperature > 0 else None,
         "stats": {name: getattr(output.stats, name) for name in _STATS},
     }
 
 
 def params_of(arguments: argparse.Namespace, loaded: Loaded) -> SamplingParams:
-    """Applies the sampling options to the model's defaults; warns about options without effect."""
+    """Applies the sampling options to the model's defaults; warns about lossy rules and options without effect."""
     from dataclasses import replace
 
+    from aquiline.sampling import check_lossy
+
     params = replace(loaded.defaults, **given_settings(arguments, type(loaded.defaults)))
+    lossy = loaded.engine.lossy
+    if lossy is not None:
+        check_lossy(lossy, params.temperature)
+    warn_lossy(lossy)
     warn_without_effect(arguments, params)
     return params

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aquiline.commands.common import (
     add_model_options,
     add_sampling_options,
-    add_template_options,
-    add_tools_option,
     load_model,
     output_record,
     params_of,
-    template_arguments,
 )
-from aquiline.commands.prompts import read_file, read_prompts
+from aquiline.commands.prompts import add_template_options, read_file, read_prompts, template_arguments
 
 if TYPE_CHECKING:
     from aquiline.engine.request import GenerationOutput
@@ -37,7 +34,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per output")
     parser.add_argument("--profile", action="store_true", help="print the time spent in each phase")
     add_template_options(parser)
-    add_tools_option(parser)
     add_model_options(parser)
     add_sampling_options(parser)
 
@@ -60,7 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
             outputs[event.index, event.sample] = event.output
         while shown < len(order) and order[shown] in outputs:
             index, sample = order[shown]
-            _show(outputs[index, sample], prompts[index], f"{index + 1}.{sample + 1}", single, arguments.json)
+            output, prompt = outputs[index, sample], prompts[index]
+            if arguments.json:
+                print(json.dumps(output_record(prompt, output, params), ensure_ascii=False), flush=True)
+            elif single:
+                print()
+            else:
+                print(f"--- {index + 1}.{sample + 1}: {prompt}\n{output.text}", flush=True)
             shown += 1
     _summarise([outputs[key] for key in order])
     if arguments.profile:
@@ -69,15 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
     for (index, _), error in failed:
         logger.error("prompt %d of %d ended with an error: %s", index + 1, len(prompts), error)
     return 1 if failed else 0
-
-
-def _show(output: GenerationOutput, prompt: Any, number: str, streamed: bool, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(output_record(prompt, output), ensure_ascii=False), flush=True)
-    elif streamed:
-        print()
-    else:
-        print(f"--- {number}: {prompt}\n{output.text}", flush=True)
 
 
 def _summarise(outputs: list[GenerationOutput]) -> None:

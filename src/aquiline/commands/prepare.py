@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aquiline.commands.common import add_setting_options, add_template_options, given_settings, template_settings
+from aquiline.commands.common import add_setting_options, given_settings
+from aquiline.commands.prompts import add_template_options, template_settings
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, help="folder of the training set; a .jsonl file with --regenerate")
     parser.add_argument("--target", default="smollm2", help="whose tokenizer and template (default: smollm2)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the tokenizer's own")
-    add_template_options(parser)
+    add_template_options(parser, tools=False)
     add_setting_options(parser, PrepareSettings, set(meanings(PrepareSettings)))
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--json", action="store_true", help="machine-readable report")

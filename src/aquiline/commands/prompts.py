@@ -1,7 +1,8 @@
-"""Reads prompts from arguments, a file, or standard input."""
+"""Reads prompts, and the variables and tools of their chat template."""
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import json
 import sys
@@ -10,11 +11,58 @@ from pathlib import Path
 from typing import Any
 
 
+def add_template_options(parser: Any, *, tools: bool = True) -> None:
+    """Adds the options for the chat template."""
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="variables of the chat template, like '{\"enable_thinking\": false}'",
+    )
+    if tools:
+        parser.add_argument("--tools", metavar="FILE", help="JSON list of the tools that the chat template describes")
+
+
+def template_settings(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Parses --chat-template-kwargs."""
+    text = arguments.chat_template_kwargs
+    if text is None:
+        return None
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--chat-template-kwargs {text!r} is not JSON ({error}); give an object") from error
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"--chat-template-kwargs is {text!r}; allowed: a JSON object like '{{\"enable_thinking\": false}}'"
+        )
+    return settings
+
+
+def _read_tools(file: str | None) -> list[Any] | None:
+    if file is None:
+        return None
+    try:
+        tools = json.loads(read_file("--tools", file))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--tools {file!r} cannot be read ({error}); give a JSON list of tools") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"--tools {file!r} is not a list of objects; give tools in OpenAI's form")
+    return tools
+
+
+def template_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the template's tools and variables as arguments of `Loaded.stream` and `Loaded.chat`.
+
+    Raises:
+        ValueError: if --tools cannot be read or is not a list of objects, or the variables are not a JSON object.
+    """
+    return {"tools": _read_tools(arguments.tools), "chat_template_kwargs": template_settings(arguments)}
+
+
 def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
     """Returns the prompts from arguments, a file, or standard input (all of it as one prompt).
 
     Args:
-        words: prompts given as arguments.
         file: one prompt per line; in a .jsonl file, a line is a JSON text, a list of messages, a list
             of token ids, or an object with "prompt" or "messages". "-" reads standard input, one
             prompt per line.
@@ -50,11 +98,7 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[Any]:
 
 
 def read_file(option: str, file: str) -> str:
-    """Reads the text file that an option names.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
+    """Reads the text file that an option names."""
     try:
         # Some editors start a file with a byte order mark, which is not part of the text.
         path = Path(file).expanduser()

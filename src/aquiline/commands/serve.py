@@ -7,21 +7,26 @@ import json
 import logging
 import shlex
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
-from aquiline.commands.common import MODEL_OPTIONS, add_model_options, load_model, refuse_given
+from aquiline.commands.common import (
+    MODEL_OPTIONS,
+    add_model_options,
+    add_setting_options,
+    given_settings,
+    load_model,
+    refuse_given,
+    warn_lossy,
+)
+
+if TYPE_CHECKING:
+    from aquiline.loading import Loaded
 
 logger = logging.getLogger("aquiline")
 
-_OWN = {
-    "host": "127.0.0.1",
-    "port": 8000,
-    "api_key": None,
-    "cors": None,
-    "max_queue": 64,
-    "timeout": 600.0,
-    "served_model_name": None,
-    **MODEL_OPTIONS,
-}
+_SERVER = ("host", "port", "api_key", "cors", "max_queue", "timeout", "served_model_name")
+
+_OWN = {**dict.fromkeys(_SERVER), **MODEL_OPTIONS}
 """Options of our own server → default; vLLM takes its own flags after --."""
 
 _VLLM: dict[str, object] = {"draft_tokens": None, "dry_run": False, "json": False, "flags": []}
@@ -30,23 +35,12 @@ _VLLM: dict[str, object] = {"draft_tokens": None, "dry_run": False, "json": Fals
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
+    from aquiline.serve.guard import ServerSettings
+
     parser.add_argument(
         "--engine", default="aquiline", choices=("aquiline", "vllm"), help="the server to start (default: aquiline)"
     )
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1, this machine alone)")
-    server.add_argument("--port", type=int, default=8000, help="port; 0 chooses a free one (default: 8000)")
-    server.add_argument("--api-key", help="key that requests must carry (default: AQUILINE_API_KEY, else none)")
-    server.add_argument(
-        "--cors", action="append", metavar="ORIGIN", help="web page that may call the server: https://host (repeatable)"
-    )
-    server.add_argument(
-        "--max-queue", type=int, default=64, metavar="N", help="outputs that may wait for a row (default: 64)"
-    )
-    server.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="longest time of a request (default: 600)"
-    )
-    server.add_argument("--served-model-name", metavar="NAME", help="the model's name in requests (default: --target)")
+    add_setting_options(parser.add_argument_group("server"), ServerSettings, _SERVER)
     add_model_options(parser)
     vllm = parser.add_argument_group("--engine vllm")
     vllm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for vLLM's server")
@@ -68,29 +62,21 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     import os
 
-    from aquiline.checks import check_value
+    from aquiline.serve.guard import ServerSettings
     from aquiline.serve.run import run_server
-    from aquiline.serve.server import ServerSettings
 
-    check_value("--port", arguments.port, 0 <= arguments.port < 1 << 16, "0 … 65535")
-    check_value("--max-queue", arguments.max_queue, arguments.max_queue >= 0, "an integer ≥ 0")
-    check_value("--timeout", arguments.timeout, 0 < arguments.timeout < float("inf"), "a number of seconds > 0")
-    key = arguments.api_key if arguments.api_key is not None else os.environ.get("AQUILINE_API_KEY") or None
-    check_value("--api-key", key, key != "", "a text that is not empty")
-    origins = tuple(arguments.cors or ())
-    for origin in origins:
-        good = origin.startswith(("http://", "https://")) and origin.count("/") == 2
-        check_value("--cors", origin, good, "an origin such as https://example.org, without a path")
-    # A folder's name is enough: its path is nobody's business.
-    name = arguments.served_model_name or PurePath(arguments.target).name
-    if key is None and arguments.host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning("anyone who reaches %s may use this server; set --api-key", arguments.host)
-    settings = ServerSettings(
-        arguments.host, arguments.port, name, key, origins, arguments.max_queue, arguments.timeout
-    )
+    # A folder's name is enough: its path is private.
+    given = {
+        "served_model_name": PurePath(arguments.target).name,
+        "api_key": os.environ.get("AQUILINE_API_KEY") or None,
+    }
+    settings = ServerSettings(**(given | given_settings(arguments, ServerSettings)))
+    if settings.api_key is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("anyone who reaches %s may use this server; set --api-key", settings.host)
 
-    def ready(url: str, loaded: object) -> None:
-        print(f"ready: {url} (model {name}, drafting: {getattr(loaded, 'draft_name', '')})", flush=True)
+    def ready(url: str, loaded: Loaded) -> None:
+        warn_lossy(loaded.engine.lossy)
+        print(f"ready: {url} (model {settings.served_model_name}, drafting: {loaded.draft_name})", flush=True)
 
     run_server(settings, lambda: load_model(arguments), ready)
     return 0

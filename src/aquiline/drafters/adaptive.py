@@ -1,4 +1,4 @@
-"""Switches drafting off while it does not pay."""
+"""Switches drafting off while plain decoding is faster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Payoff:
         seen: drafted steps that both estimates average, at most `_WINDOW`.
         ratios: seconds of drafted steps over seconds of plain ones.
         runs: mean seconds of the last run of drafted (True) and plain (False) steps.
-        last: whether the last step drafted.
         warm: kinds that have run at least once; the first step of each kind is slow.
     """
 
@@ -90,9 +89,6 @@ class _Choice:
     """Measurements and decision for one number of rows; the best choice depends on the batch size.
 
     Attributes:
-        batch: the number of rows.
-        payoff: the measurements.
-        drafting: whether steps currently draft.
         left: steps of the current kind until the next decision.
         patience: drafted steps between two judgements.
         pause: plain steps before the next trial of drafting.
@@ -150,10 +146,7 @@ class AdaptiveState:
     """The inner drafter's state and the current step.
 
     Attributes:
-        inner: state of the inner drafter.
         began: start time of the current step's `propose`, or None between generations.
-        speculated: whether that step drafted.
-        batch: its number of rows.
     """
 
     inner: Any

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from aquiline.drafters.store import Prediction
 from aquiline.sampling import TokenChooser
 from aquiline.targets.target import Feature
 from aquiline.tree import DraftTree, pick_rows
@@ -34,17 +35,9 @@ class Needs:
     source: str = "head"
 
 
-class Expected(Protocol):
-    """A text that a request expects; see `aquiline.drafters.requested.Prediction`."""
-
-    def continuation(self, output: Sequence[int], depth: int) -> Sequence[int]:
-        """Returns what the expected text has after `output`, at most `depth` tokens; empty if it does not say."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """What one request asks of the drafts; its output is the same whatever it asks.
+    """Drafting settings of one request; they change its speed, not its output.
 
     Attributes:
         enabled: False decodes this request plainly.
@@ -56,7 +49,7 @@ class Drafting:
     enabled: bool = True
     depth: int | None = None
     nodes: int | None = None
-    expected: Expected | None = None
+    expected: Prediction | None = None
 
     @property
     def usual(self) -> bool:
@@ -75,7 +68,7 @@ class Rows:
         choosers: per row, chooses the target's tokens.
         max_depth: deepest useful level given the remaining budgets, ≥ 0; None: no limit.
         generator: source of randomness for sampled drafts.
-        drafting: per row, what its request asks of the drafts; empty if no row asks for anything.
+        drafting: per row, its request's settings; empty if all have the defaults.
     """
 
     slots: Sequence[int]
@@ -161,7 +154,6 @@ class Drafter(Protocol):
 
         Args:
             rows: the rows; `extend` has received all of their texts.
-            state: may be mutated.
         """
         ...
 
@@ -170,7 +162,6 @@ class Drafter(Protocol):
 
         Args:
             committed: prefill chunks, chat turns, steps.
-            state: mutated.
         """
         ...
 
@@ -194,7 +185,6 @@ def check_wrappable(drafter: Drafter, wrapped: str, remedy: str) -> None:
     distributions needed to verify sampled drafts.
 
     Args:
-        drafter: the drafter to wrap.
         wrapped: description for the error message, such as "merged".
         remedy: suggestion that ends the message.
 

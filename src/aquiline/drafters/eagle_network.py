@@ -98,7 +98,7 @@ class EagleNetwork(nn.Module):
         return features
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What the fusing linear reads of embeddings and features, both (…, H)."""
+        """Joins embeddings and features, both (…, H), to the input of the fusing linear."""
         return torch.cat((embedded, hidden), dim=-1)
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -107,15 +107,15 @@ class EagleNetwork(nn.Module):
         return result
 
     def attention(self, layer: int) -> Attention:
-        """Projections of one layer."""
+        """Returns the projections of one layer."""
         return decoder_layers(self.layers)[layer].self_attn
 
     def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (what q, k and v read, the residual) of one layer."""
+        """Returns the input of q, k and v, and the residual, of one layer."""
         return decoder_layers(self.layers)[layer].input_layernorm(stream), stream
 
     def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, MLP and residuals of one layer."""
+        """Applies the output projection, MLP and residuals of one layer."""
         return decoder_layers(self.layers)[layer].finish(residual, mixed)
 
     def feedback(self, stream: Tensor) -> Tensor:
@@ -164,15 +164,12 @@ class Eagle3Network(nn.Module):
         return result
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the fused feature; the embedding joins it in the first layer."""
-        return hidden
+        return hidden  # the embedding joins it in the first layer
 
     def attention(self, layer: int) -> Attention:
-        """Projections of one layer."""
         return self.midlayer.self_attn if layer == 0 else decoder_layers(self.layers)[layer - 1].self_attn
 
     def layer_input(self, layer: int, stream: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (what q, k and v read, the residual) of one layer."""
         if layer > 0:
             return decoder_layers(self.layers)[layer - 1].input_layernorm(stream), stream
         normed = self.midlayer.hidden_norm(stream)
@@ -180,7 +177,6 @@ class Eagle3Network(nn.Module):
         return joined, normed if self.config.norm_before_residual else stream
 
     def layer_finish(self, layer: int, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, MLP and residuals of one layer."""
         if layer > 0:
             return decoder_layers(self.layers)[layer - 1].finish(residual, mixed)
         hidden = residual + self.midlayer.self_attn.o_proj(mixed)
@@ -206,7 +202,6 @@ class DraftHead:
     """A draft network with its vocabulary map and embedding.
 
     Attributes:
-        network: the network.
         draft_to_target: (Vd,) int64 target id of each draft id, or None if they coincide.
         embedding: (V, H_draft), the head's own embedding, or None to use the target's.
         target_fingerprint: fingerprint of the target it was trained for, or None if unknown.
@@ -240,13 +235,6 @@ def build_network(config: HeadConfig) -> Network:
     return Eagle3Network(config) if config.kind == "eagle3" else EagleNetwork(config)
 
 
-def join_network(network: Network) -> None:
-    """Joins projections that read the same input; see `aquiline.targets.decoder.Decoder.join`."""
-    for module in network.modules():
-        if isinstance(module, Attention | GatedMLP):
-            module.join()
-
-
 def new_draft_cache(network: Network, rows: int, capacity: int, max_capacity: int) -> KVCache:
     """Allocates the head's own cache."""
     config = network.config
@@ -267,14 +255,10 @@ def forward_network(
     """Runs the network on T positions after its cache; writes keys and values but does not advance.
 
     Args:
-        network: the draft network.
         embedded: (B, T, H) embeddings of the shifted tokens.
         hidden: (B, T, H) fused target features, or the feedback of the previous step.
         positions: (B, T) int64 feature positions.
         ancestors: (B, T, offset + T) bool over the uncommitted slots, or None for causal order.
-        cache: the head's cache.
-        rows: rows of the cache.
-        rotary: the head's rotary table.
         offset: uncommitted slots in use before these T (earlier levels of the tree).
 
     Returns:

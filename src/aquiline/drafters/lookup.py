@@ -1,4 +1,4 @@
-"""Prompt lookup: the continuation of the text's end where it occurred before."""
+"""Prompt lookup: drafts what followed the end of the text where it occurred before."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from aquiline import tree as trees
 from aquiline.cache import check_fits
 from aquiline.checks import integer
 from aquiline.drafters.drafter import Committed, Needs, Rows
-from aquiline.drafters.store import BREAK, LONGEST, Found, Store
+from aquiline.drafters.store import BREAK, LEAST, LONGEST, Found, Store
 from aquiline.tree import DraftTree
-
-LEAST = 0.1
-"""Tokens less likely to be right are not drafted: on a CPU a further token costs 4 to 10 % of a token's time."""
 
 SHARED_TOKENS = 1 << 18
 """Tokens of earlier outputs that a shared store keeps; they take at most 11 MB."""
@@ -25,7 +22,7 @@ _SEGMENT = 64
 
 @dataclass(eq=False)
 class LookupState:
-    """Per slot: its text, and how much of its output the shared store has."""
+    """Per slot: its text, where its output starts, and how much of it the shared store holds."""
 
     texts: list[Store]
     outputs: list[int]
@@ -43,8 +40,8 @@ class PromptLookup:
         depth: longest continuation, ≥ 1.
         max_ngram: longest n-gram that is indexed, ≥ `min_ngram`; lengths double from `min_ngram`.
         min_ngram: shortest match, ≥ 1.
-        num_branches: 1 drafts one chain; more merge the continuations of this many occurrences into a tree,
-            however likely they are.
+        num_branches: 1 drafts one chain; larger values merge the continuations of this many occurrences into a
+            tree, whatever their chances.
         shared: a store of earlier outputs, which this drafter extends; None: the text alone.
 
     Source: prompt-lookup-decoding (Saxena 2023), SuffixDecoding (arXiv 2411.04975).
@@ -100,14 +97,11 @@ class PromptLookup:
     def find(
         self, slot: int, context: Sequence[int], depth: int, state: LookupState, least: float = LEAST
     ) -> tuple[Found, str]:
-        """Continues a context, the end of a slot's text and perhaps drafts after it, from the better source.
+        """Continues a context (the end of a slot's text, with drafts after it or not) from the better source.
 
         Args:
-            slot: whose text is looked at first.
+            slot: its text is searched first.
             context: at least its last `LONGEST` tokens.
-            depth: most tokens.
-            state: this drafter's.
-            least: smallest chance of a token.
 
         Returns:
             The continuation and its source, "lookup" or "shared".
@@ -127,7 +121,7 @@ class PromptLookup:
         state.texts[slot], state.outputs[slot], state.shared[slot] = Store(self.orders), 0, 0
 
     def _share(self, slot: int, state: LookupState) -> None:
-        """Appends to the shared store what it lacks of a slot's output, after the end of what it has."""
+        """Appends the unshared rest of a slot's output to the shared store, preceded by its context."""
         text, start = state.texts[slot].tokens, max(state.shared[slot], state.outputs[slot])
         if self.shared is not None and len(text) > start > 0:
             self.shared.extend((*text[max(start - LONGEST, 0) :], BREAK))

@@ -1,4 +1,4 @@
-"""Two drafters in one: prompt lookup first, or both in one tree.
+"""Combines two drafters: prompt lookup first, or both in one tree.
 
 Both wrappers accept any drafter that neither needs every step nor samples. The target receives the
 joined trees, without draft probabilities.
@@ -8,23 +8,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from aquiline import tree as trees
 from aquiline.cache import MOST_NODES
 from aquiline.drafters.drafter import Committed, Drafter, Rows, check_wrappable
-from aquiline.drafters.lookup import LEAST, LookupState, PromptLookup, merge
-from aquiline.drafters.store import LONGEST
+from aquiline.drafters.lookup import LookupState, PromptLookup, merge
+from aquiline.drafters.store import LEAST, LONGEST
 from aquiline.tree import DraftTree
 
 
-@dataclass(eq=False)
-class MixedState:
-    """The states of the two drafters."""
+class _Both:
+    """Drafters that all receive every committed position, each with its own state."""
 
-    first: Any
-    second: Any
+    def __init__(self, *parts: Drafter) -> None:
+        self.parts = parts
+
+    def new_state(self, slots: int, capacity: int) -> list[Any]:
+        return [part.new_state(slots, capacity) for part in self.parts]
+
+    def extend(self, committed: Committed, state: list[Any]) -> None:
+        for part, own in zip(self.parts, state, strict=True):
+            part.extend(committed, own)
+
+    def copy(self, source: int, slot: int, length: int, state: list[Any]) -> None:
+        for part, own in zip(self.parts, state, strict=True):
+            part.copy(source, slot, length, own)
+
+    def reset(self, slot: int, length: int, state: list[Any]) -> None:
+        for part, own in zip(self.parts, state, strict=True):
+            part.reset(slot, length, own)
 
 
 class LookupFirst:
@@ -46,24 +60,19 @@ class LookupFirst:
     def __init__(self, lookup: PromptLookup, other: Drafter, least: float = 0.5) -> None:
         check_wrappable(other, "combined with prompt lookup", "use it alone")
         self.lookup, self.other, self.least, self.needs = lookup, other, least, other.needs
+        both = _Both(lookup, other)
+        self.new_state, self.extend, self.copy, self.reset = both.new_state, both.extend, both.copy, both.reset
 
-    def new_state(self, slots: int, capacity: int) -> MixedState:
-        return MixedState(self.lookup.new_state(slots, capacity), self.other.new_state(slots, capacity))
-
-    def extend(self, committed: Committed, state: MixedState) -> None:
-        self.lookup.extend(committed, state.first)
-        self.other.extend(committed, state.second)
-
-    def propose(self, rows: Rows, state: MixedState) -> DraftTree:
-        found = self.lookup.propose(rows, state.first)
+    def propose(self, rows: Rows, state: list[Any]) -> DraftTree:
+        found = self.lookup.propose(rows, state[0])
         missing = [i for i in range(len(rows.slots)) if not self._likely(found, i)]
         found = replace(found, sources=trees.node_sources(found, self.lookup.needs.source))
         if not missing:
             return found
         left = rows.pick(missing)
-        drafted = self.other.propose(left, state.second)
+        drafted = self.other.propose(left, state[1])
         drafted = replace(drafted, sources=trees.node_sources(drafted, self.needs.source))
-        drafted = self._continued(drafted, left, state.first)
+        drafted = self._continued(drafted, left, state[0])
         return drafted if len(missing) == len(rows.slots) else joined(found, drafted, missing)
 
     def _likely(self, found: DraftTree, row: int) -> bool:
@@ -82,7 +91,7 @@ class LookupFirst:
             scores[i] = scores[i][: len(tokens)]
             leaves = set(range(1, len(tokens))) - set(parents)
             leaf = max(leaves, key=scores[i].__getitem__, default=0)
-            path = _path(tokens, parents, leaf)
+            path = trees.path_tokens(tokens, parents, leaf)
             depth = rows.depth(len(path) + self.lookup.depth) - len(path)
             chance = math.exp(scores[i][leaf])
             if not leaf or depth < 1 or chance < LEAST:
@@ -96,14 +105,6 @@ class LookupFirst:
                 scores[i].append(math.log(chance * joint))
                 sources[i].append(source)
         return trees.from_lists(packed, sources, scores) if grown else tree
-
-    def copy(self, source: int, slot: int, length: int, state: MixedState) -> None:
-        self.lookup.copy(source, slot, length, state.first)
-        self.other.copy(source, slot, length, state.second)
-
-    def reset(self, slot: int, length: int, state: MixedState) -> None:
-        self.lookup.reset(slot, length, state.first)
-        self.other.reset(slot, length, state.second)
 
 
 class Merged:
@@ -134,34 +135,22 @@ class Merged:
         if not 2 <= num_nodes <= MOST_NODES:
             raise ValueError(f"merged: num_nodes is {num_nodes}; allowed: 2 … {MOST_NODES}")
         self.first, self.second, self.num_nodes, self.needs = first, second, num_nodes, first.needs
+        both = _Both(first, second)
+        self.new_state, self.extend, self.copy, self.reset = both.new_state, both.extend, both.copy, both.reset
 
-    def new_state(self, slots: int, capacity: int) -> MixedState:
-        return MixedState(self.first.new_state(slots, capacity), self.second.new_state(slots, capacity))
-
-    def extend(self, committed: Committed, state: MixedState) -> None:
-        self.first.extend(committed, state.first)
-        self.second.extend(committed, state.second)
-
-    def propose(self, rows: Rows, state: MixedState) -> DraftTree:
+    def propose(self, rows: Rows, state: list[Any]) -> DraftTree:
         """Builds the union, without log-probabilities, which a lookup cannot provide."""
-        both = (self.first.propose(rows, state.first), self.second.propose(rows, state.second))
+        both = (self.first.propose(rows, state[0]), self.second.propose(rows, state[1]))
         firsts = trees.node_sources(both[0], self.first.needs.source)
-        packed, sources = [], []
+        parts, packed, sources = [trees.to_lists(tree) for tree in both], [], []
         for row, token in enumerate(rows.roots):
-            tokens, parents = merge(token, [path for tree in both for path in _paths(tree, row)])
+            known = [(part[row], node) for part in parts for node in range(1, len(part[row][0]))]
+            tokens, parents = merge(token, [trees.path_tokens(*found, node) for found, node in known])
             packed.append((tokens[: self.num_nodes], parents[: self.num_nodes]))
             # The first drafter's nodes keep their order and come first.
             others = [self.second.needs.source] * (len(tokens) - len(firsts[row]))
             sources.append([*firsts[row], *others][: self.num_nodes])
         return trees.from_lists(packed, sources=sources)
-
-    def copy(self, source: int, slot: int, length: int, state: MixedState) -> None:
-        self.first.copy(source, slot, length, state.first)
-        self.second.copy(source, slot, length, state.second)
-
-    def reset(self, slot: int, length: int, state: MixedState) -> None:
-        self.first.reset(slot, length, state.first)
-        self.second.reset(slot, length, state.second)
 
 
 def joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> DraftTree:
@@ -171,21 +160,3 @@ def joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> Draf
     for i, row, names in zip(missing, trees.to_lists(drafted), drafted.sources, strict=True):
         rows[i], sources[i] = row, names
     return trees.from_lists(rows, sources=sources)
-
-
-def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
-    """Returns the tokens from below the root down to a node."""
-    path = []
-    while node > 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]
-
-
-def _paths(tree: DraftTree, row: int) -> list[list[int]]:
-    """Returns the tokens of every node's path below the root, in node order."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    paths: list[list[int]] = [[]]
-    for node in range(1, int(tree.num_nodes[row])):
-        paths.append([*paths[parents[node]], tokens[node]])
-    return paths[1:]

@@ -16,19 +16,24 @@ from aquiline.native.library import FUSED, PAIRED, Layer, Library, find_library
 from aquiline.native.packing import INPUT_PAD, Memory, padded
 from aquiline.native.stack import Inputs, NativeReadout, NativeStack, readout
 from aquiline.targets.layers import RMSNorm, decoder_layers
-from aquiline.targets.native import AngleTable, pack_layer, reserve, stack_bytes, stack_struct, supported, weight_bytes
+from aquiline.targets.native import (
+    AngleTable,
+    NativeDecoder,
+    pack_layer,
+    reserve,
+    stack_bytes,
+    stack_struct,
+    supported,
+    weight_bytes,
+)
 from aquiline.targets.rope import RotaryTable
+from aquiline.targets.target import Target
 
 
 class NativeNetwork:
-    """The native copy of an EAGLE network, with the same verbs. Made by `native_network`.
+    """The native copy of an EAGLE network, with the same methods; `native_network` makes it.
 
     A snapshot: later changes of the original's weights do not reach it.
-
-    Attributes:
-        config: of the head.
-        dtype: bfloat16 or float32.
-        device: the CPU.
     """
 
     def __init__(self, network: Network, library: Library, form: WeightFormat | None = None) -> None:
@@ -96,7 +101,6 @@ class NativeNetwork:
         return self._stack.describe()
 
     def fuse(self, features: Tensor) -> Tensor:
-        """See `Eagle3Network.fuse` and `EagleNetwork.fuse`."""
         return features if self._fuse is None else self._fuse(features)
 
     def forward(
@@ -110,7 +114,7 @@ class NativeNetwork:
         rotary: RotaryTable,
         offset: int = 0,
     ) -> Tensor:
-        """See `aquiline.drafters.eagle_network.forward_network`; has its own float32 `rotary`."""
+        """As `aquiline.drafters.eagle_network.forward_network`, with float32 angles of its own in place of `rotary`."""
         span = reserve(cache, rows, embedded.shape[1], offset)
         inputs = Inputs(positions, ancestors, rows, embedded=embedded, hidden=hidden, offset=offset)
         stream = self._stack.forward(inputs, cache, self._angles.upto(span), stream=True).stream
@@ -118,7 +122,7 @@ class NativeNetwork:
         return stream
 
     def chain(self, embedding: Tensor, project: object, draft_to_target: Tensor | None) -> NativeChain | None:
-        """Returns a drafter of whole chains, or None if the kernels do not compute the logits.
+        """Builds the chain drafter, or returns None where the kernels do not compute the logits.
 
         Args:
             embedding: (V, H) table of the drafted tokens' embeddings.
@@ -142,21 +146,19 @@ class NativeNetwork:
         levels: int,
         floor: float,
     ) -> tuple[Tensor, Tensor]:
-        """See `NativeChain.draft`; makes room in the cache."""
+        """Makes room in the cache, and calls `NativeChain.draft`."""
         span = reserve(cache, rows, max(levels - 1, 1))
         return chain.draft(logits, hidden, cache, rows, self._angles.upto(span), levels, floor)
 
     def feedback(self, stream: Tensor) -> Tensor:
-        """See `Eagle3Network.feedback`."""
         return self._feedback(stream) if self.config.norm_output else stream
 
     def logits(self, stream: Tensor) -> Tensor:
-        """See `Eagle3Network.logits`."""
         return self._logits(stream)
 
 
 def _joined(size: int, parts: int) -> Tensor:
-    """Order in which `parts` pieces of `size` inputs are each padded as the kernels join them."""
+    """Returns the order of `parts` pieces of `size` inputs, each padded as the kernels join them; -1 for padding."""
     order = torch.full((parts, padded(size, INPUT_PAD)), -1)
     order[:, :size] = torch.arange(parts * size).view(parts, size)
     return order.flatten()
@@ -181,3 +183,21 @@ def native_network(
     assert isinstance(network, EagleNetwork | Eagle3Network)
     with torch.no_grad():
         return NativeNetwork(network, library, form)
+
+
+def native_chain(
+    network: object, target: Target, embedding: Tensor | None, draft_to_target: Tensor | None
+) -> NativeChain | None:
+    """Builds the chain drafter of a native network; None for another network, or where it lacks a native part.
+
+    Args:
+        target: its embeddings and LM head are used if the target is native.
+        embedding: (V, H_draft), the head's own, or None to use the target's.
+        draft_to_target: (Vd,) int64, or None.
+    """
+    if not isinstance(network, NativeNetwork):
+        return None
+    project = None
+    if isinstance(target, NativeDecoder):
+        embedding, project = target.embedding if embedding is None else embedding, target.project
+    return None if embedding is None else network.chain(embedding, project, draft_to_target)

@@ -66,14 +66,6 @@ class ParallelHeads:
         return logits if self.draft_to_target is None else logits[..., self.draft_to_target]
 
 
-def heads_on(heads: ParallelHeads, device: torch.device) -> ParallelHeads:
-    """Moves heads to a device; mutates the network, which moves in place."""
-    mapping = heads.draft_to_target
-    return replace(
-        heads, network=heads.network.to(device), draft_to_target=None if mapping is None else mapping.to(device)
-    )
-
-
 @dataclass(eq=False)
 class ParallelState:
     """The last feature of each slot, (slots, H)."""
@@ -85,7 +77,6 @@ class ParallelDrafter:
     """Drafts with Medusa or Hydra heads: keeps the last feature and fills a static tree.
 
     Args:
-        heads: the heads.
         target: provides embeddings and, unless the heads have their own, the LM head.
         policy: a chain or a static tree, at most K deep; None: the best sparse tree of
             `DEFAULT_NODES` nodes for the heads' measured accuracies.
@@ -109,7 +100,9 @@ class ParallelDrafter:
             )
         if isinstance(policy, Chain) and policy.min_prob:
             raise ValueError(f"{config.kind} heads draft chains of fixed length; min_prob must be 0")
-        self.heads, self.target, self.policy = heads_on(heads, target.device), target, policy
+        mapping = None if heads.draft_to_target is None else heads.draft_to_target.to(target.device)
+        self.heads = replace(heads, network=heads.network.to(target.device), draft_to_target=mapping)  # moves in place
+        self.target, self.policy = target, policy
         self._coupling = Coupling(heads.draft_to_target, heads.gamma)
         reduced = heads.draft_to_target is not None and not config.own_lm_head
         self._read_out = lm_head_rows(target, self.heads.draft_to_target) if reduced else None
@@ -194,10 +187,6 @@ def lm_head_rows(target: Target, ids: Tensor | None) -> Tensor | None:
 
     They are found by projecting unit vectors, since a `Target` does not expose its weights; None if
     the LM head is not linear (a soft-cap, a bias).
-
-    Args:
-        target: the target.
-        ids: (Vd,) int64.
     """
     if ids is None:
         return None

@@ -64,11 +64,7 @@ class ParallelConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b); initialised as the identity.
-
-    Args:
-        size: width of x.
-    """
+    """x + SiLU(W x + b); initialised as the identity."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -87,7 +83,6 @@ class LinearHead(nn.Module):
     Args:
         inputs: width of the input, the feature first.
         size: width of the feature and of the stream.
-        blocks: residual blocks.
     """
 
     def __init__(self, inputs: int, size: int, blocks: int) -> None:
@@ -128,11 +123,11 @@ class MedusaNetwork(ParallelNetwork):
         )
 
     def read(self, head: int, final: Tensor) -> Tensor:
-        """The input of one head (from 0), (…, H) → (…, H)."""
+        """Returns the input of one head (from 0), (…, H) → (…, H)."""
         return final
 
     def stream(self, head: int, final: Tensor) -> Tensor:
-        """The stream of one head, (…, H) → (…, H)."""
+        """Returns the stream of one head, (…, H) → (…, H)."""
         result: Tensor = self.heads[head](self.read(head, final))
         return result
 
@@ -153,20 +148,17 @@ class HydraNetwork(ParallelNetwork):
         self.heads = nn.ModuleList(LinearHead((2 + i) * size, size, config.num_blocks) for i in range(config.num_heads))
 
     def read(self, head: int, final: Tensor, embedded: Tensor) -> Tensor:
-        """The input of one head.
+        """Joins the input of head i (from 0), (…, (2 + i) · H).
 
         Args:
-            head: i, from 0.
+            head: i.
             final: (…, H) features.
             embedded: (…, i + 1, H) embeddings of root, d1, …, di.
-
-        Returns:
-            (…, (2 + i) · H).
         """
         return torch.cat((self.feature_norm(final), self.embedding_norm(embedded).flatten(-2)), dim=-1)
 
     def stream(self, head: int, final: Tensor, embedded: Tensor) -> Tensor:
-        """The stream of one head, (…, H); arguments as `read`."""
+        """Returns the stream of one head, (…, H); arguments as `read`."""
         result: Tensor = self.heads[head](self.read(head, final, embedded))
         return result
 
@@ -175,7 +167,6 @@ class PublishedMedusaNetwork(ParallelNetwork):
     """K times: residual blocks over the feature, then an LM head.
 
     Args:
-        config: sizes.
         lm_bias: whether the LM heads have biases (as in Hydra's ungrounded heads).
     """
 
@@ -188,7 +179,7 @@ class PublishedMedusaNetwork(ParallelNetwork):
         self.lm_heads = _lm_heads(config, lm_bias)
 
     def stream(self, head: int, final: Tensor) -> Tensor:
-        """The logits of one head (from 0), (…, H) → (…, V)."""
+        """Returns the logits of one head (from 0), (…, H) → (…, V)."""
         result: Tensor = self.lm_heads[head](self.heads[head](final))
         return result
 
@@ -225,16 +216,7 @@ class PublishedHydraNetwork(ParallelNetwork):
         self.lm_heads = _lm_heads(config, bias=True)
 
     def stream(self, head: int, final: Tensor, embedded: Tensor) -> Tensor:
-        """The logits of one head.
-
-        Args:
-            head: i, from 0.
-            final: (…, H) features.
-            embedded: (…, i + 1, H) embeddings of root, d1, …, di.
-
-        Returns:
-            (…, V).
-        """
+        """Returns the logits of one head, (…, V); arguments as `HydraNetwork.read`."""
         read = torch.cat((final, embedded.flatten(-2)), dim=-1)
         result: Tensor = self.lm_heads[head](self.heads[head](read))
         return result

@@ -1,4 +1,4 @@
-"""Drafts as each request asks for them: none, smaller trees, or the text that it expects."""
+"""Drafts for each request as it asks: not at all, in smaller trees, or from a text that it expects."""
 
 from __future__ import annotations
 
@@ -8,51 +8,18 @@ from typing import Any
 
 from aquiline import tree as trees
 from aquiline.drafters.drafter import Drafter, Drafting, Rows
-from aquiline.drafters.lookup import LEAST
 from aquiline.drafters.mixed import joined
-from aquiline.drafters.store import LONGEST, START, Store
 from aquiline.tree import DraftTree
 
 PREDICTION_DEPTH = 16
-"""Longest draft from an expected text: a right one is right for long, and one forward checks it."""
-
-
-class Prediction:
-    """A text that the output is expected to repeat, in part or whole.
-
-    The output is looked up in it by its longest match, so it is found again after a change.
-
-    Args:
-        tokens: the expected text.
-
-    Attributes:
-        proposed: tokens drafted so far.
-
-    Source: OpenAI's Predicted Outputs.
-    """
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._store, self.proposed = Store(), 0
-        self._store.extend((*_BEFORE, *tokens))
-
-    def continuation(self, output: Sequence[int], depth: int) -> Sequence[int]:
-        context = output[-LONGEST:] if len(output) >= LONGEST else [*_BEFORE, *output][-LONGEST:]
-        found = list(self._store.find(context, depth, LEAST).tokens)
-        self.proposed += len(found)
-        return found
-
-
-_BEFORE = (START,) * LONGEST
-"""Precedes both the expected text and the output: where an output begins, so does the text."""
+"""Longest draft from an expected text: agreement lasts for many tokens, and one forward checks all of them."""
 
 
 def propose_as_asked(drafter: Drafter | None, rows: Rows, state: Any) -> DraftTree:
     """Builds one tree per row, each as its request asks.
 
     Args:
-        drafter: drafts for the rows that ask for nothing else; None: nothing does.
-        rows: the rows.
-        state: the drafter's; mutated.
+        drafter: drafts for the rows without an expected text; None: nothing does.
     """
     if not rows.drafting:
         return trees.root_only(rows.roots) if drafter is None else drafter.propose(rows, state)
@@ -79,7 +46,7 @@ def _expected(asked: Drafting, text: Sequence[int], prompt_length: int, depth: i
 
 
 def _cut(tree: DraftTree, asked: Sequence[Drafting]) -> DraftTree:
-    """Drops nodes beyond what each row asked for; a parent comes before its children, so none loses its own."""
+    """Drops nodes beyond each row's limits; parents precede their children, so no node loses its own."""
     assert tree.sources is not None
     rows, sources = [], []
     depths = trees.depths(tree.parents).tolist()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aquiline import tree as trees
 from aquiline.drafters.drafter import Rows
-from aquiline.drafters.trees import StaticTree
+from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
 from aquiline.sampling import TokenChooser, distribution, processed_logits
 from aquiline.tree import DraftTree
 
@@ -27,7 +27,6 @@ def draft_laws(logits: Tensor, choosers: Sequence[TokenChooser], prefixes: Seque
 
     Args:
         logits: (B, W, V) draft logits over the target's vocabulary; -inf for tokens outside the draft's.
-        choosers: B choosers.
         prefixes: per row and node, all tokens up to and including the node.
 
     Returns:
@@ -52,8 +51,8 @@ def draft_laws(logits: Tensor, choosers: Sequence[TokenChooser], prefixes: Seque
     return laws.nan_to_num_(nan=0.0)
 
 
-def check_ranks(policy: StaticTree) -> None:
-    """Rejects a tree that omits a child before a later one.
+def check_ranks(policy: TreePolicy) -> None:
+    """Rejects trees without a fixed shape, and those that omit a child before a later one.
 
     The children of a node are verified in drawing order; without the second child, the third one does
     not have the distribution of a second draw.
@@ -61,6 +60,10 @@ def check_ranks(policy: StaticTree) -> None:
     Raises:
         ValueError: names the missing path.
     """
+    if isinstance(policy, DynamicTree):
+        raise ValueError("sampled drafts need a tree of fixed shape; use a chain or a static tree")
+    if isinstance(policy, Chain):
+        return
     known = set(policy.paths)
     for path in policy.paths:
         before = (*path[:-1], path[-1] - 1)
@@ -77,7 +80,6 @@ def draw_children(laws: Tensor, count: int, generator: torch.Generator) -> tuple
     Args:
         laws: (B, W, V) probabilities.
         count: children of each node.
-        generator: source of the draws.
 
     Returns:
         (B, W, count) int64 tokens and bool validity: False where the support was exhausted.
@@ -126,7 +128,7 @@ class DrawnCandidates:
             full[..., self.draft_to_target] = logits
             logits = full
         texts = [
-            [[*text, *_below_root(row, parents, node)] for node in nodes]
+            [[*text, *trees.path_tokens(row, parents, node)] for node in nodes]
             for text, row in zip(self.rows.texts, tokens.tolist(), strict=True)
         ]
         laws = draft_laws(logits, self.rows.choosers, texts)
@@ -140,14 +142,6 @@ class DrawnCandidates:
         none = torch.zeros_like(next(iter(self.laws.values())))
         laws = torch.stack([self.laws.get(node, none) for node in range(tree.size)], dim=1)
         return pack_drawn(tree.tokens, tree.parents[0].tolist(), tree.log_probs.isfinite(), laws)
-
-
-def _below_root(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
-    path = []
-    while node > 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]
 
 
 def pack_drawn(tokens: Tensor, parents: Sequence[int], drawn: Tensor, laws: Tensor) -> DraftTree:

@@ -21,10 +21,11 @@ from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.filling import to_host
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.trees import Chain
-from aquiline.targets.target import Target, TargetInput, TargetOutput, TargetShape
+from aquiline.targets.target import Target, TargetInput, TargetShape
 from aquiline.tree import DraftTree
 
-_CHUNK = 512  # tokens per forward, to bound the memory of a long prompt
+_CHUNK = 512
+"""Tokens per forward, to bound the memory of a long prompt."""
 
 
 @dataclass(eq=False)
@@ -32,7 +33,6 @@ class SmallModelState:
     """The state of a `SmallModel`.
 
     Attributes:
-        cache: the small model's keys and values.
         drafted: per slot, the drafts at the end of the cache, not verified yet.
     """
 
@@ -41,7 +41,7 @@ class SmallModelState:
 
 
 _MOST_PADDING = 1 / 32
-# Vocabularies of one tokenizer are padded to different multiples; a larger share is another tokenizer's.
+"""Vocabularies of one tokenizer are padded to different multiples; a larger difference means another tokenizer."""
 
 
 def check_tokens(model: TargetShape, target: TargetShape) -> None:
@@ -54,43 +54,11 @@ def check_tokens(model: TargetShape, target: TargetShape) -> None:
         )
 
 
-class Padded:
-    """A model with the vocabulary of another size: it reads tokens that it lacks as token 0, and never drafts them.
-
-    Args:
-        model: the model; the tokens that both have are the same.
-        vocab_size: of the target.
-    """
-
-    def __init__(self, model: Target, vocab_size: int) -> None:
-        self.model, self.dtype, self.device, self.exact = model, model.dtype, model.device, model.exact
-        self.shape = replace(model.shape, vocab_size=vocab_size)
-        self.new_cache = model.new_cache
-
-    def forward(self, inputs: TargetInput) -> TargetOutput:
-        out = self.model.forward(replace(inputs, tokens=self._known(inputs.tokens)))
-        return TargetOutput(self._sized(out.logits), out.features)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.embed(self._known(tokens))
-
-    def project(self, hidden: Tensor) -> Tensor:
-        return self._sized(self.model.project(hidden))
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        return torch.where(tokens < self.model.shape.vocab_size, tokens, 0)
-
-    def _sized(self, logits: Tensor) -> Tensor:
-        missing = self.shape.vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)  # a negative number cuts
-
-
 class SmallModel:
     """Drafts a chain with a small model.
 
     Args:
         model: the small model; must share the target's tokens.
-        target: the target.
         policy: length of the chain; `min_prob` ends it when it becomes unlikely.
         sampled: for rows that sample, draw drafts from the model's own distribution instead of coupling them
             with the target's draws; the output then equals plain decoding in distribution, not token for
@@ -101,9 +69,8 @@ class SmallModel:
 
     def __init__(self, model: Target, target: Target, policy: Chain | None = None, *, sampled: bool = False) -> None:
         check_tokens(model.shape, target.shape)
-        if model.shape.vocab_size != target.shape.vocab_size:
-            model = Padded(model, target.shape.vocab_size)
         self.model, self.policy, self.needs = model, policy or Chain(depth=4), Needs(samples=sampled, source="model")
+        self._vocab_size = target.shape.vocab_size
 
     def new_state(self, slots: int, capacity: int) -> SmallModelState:
         return SmallModelState(self.model.new_cache(slots, capacity), [[] for _ in range(slots)])
@@ -218,9 +185,9 @@ class SmallModel:
         fed = 0
         while fed < depth - 1 and not ended():
             positions = (first + fed)[:, None].clamp(max=self.model.shape.max_positions - 1)
-            out = self.model.forward(TargetInput(token[:, None], positions, None, state.cache, rows.slots))
+            logits = self._logits(token[:, None], positions, state, rows.slots)
             commit(state.cache, torch.zeros(len(rows.slots), 1, dtype=torch.int64), rows.slots)
-            token = choose(out.logits[:, 0])
+            token = choose(logits)
             fed += 1
         return fed
 
@@ -244,10 +211,20 @@ class SmallModel:
         positions = positions.clamp(max=self.model.shape.max_positions - 1)
         last = torch.tensor([[len(piece) - 1] for piece in pieces])
         ids, positions, last = trees.to_device(self.model.device, ids, positions, last)
-        out = self.model.forward(TargetInput(ids, positions, None, state.cache, slots, (), last))
+        logits = self._logits(ids, positions, state, slots, last)
         for slot, piece in zip(slots, pieces, strict=True):
             commit(state.cache, torch.arange(len(piece))[None], [slot])
-        return out.logits[:, 0]
+        return logits
+
+    def _logits(
+        self, ids: Tensor, positions: Tensor, state: SmallModelState, slots: Sequence[int], at: Tensor | None = None
+    ) -> Tensor:
+        """Runs the model; returns (B, V) logits over the target's vocabulary, -inf for tokens that the model lacks."""
+        # It reads such tokens as token 0.
+        known = torch.where(ids < self.model.shape.vocab_size, ids, 0)
+        logits = self.model.forward(TargetInput(known, positions, None, state.cache, slots, (), at)).logits[:, 0]
+        missing = self._vocab_size - logits.shape[-1]  # a negative number cuts
+        return torch.nn.functional.pad(logits, (0, missing), value=-math.inf) if missing else logits
 
 
 def _among(tree: DraftTree, indices: Sequence[int], roots: Sequence[int]) -> DraftTree:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aquiline.cache import copy_prefix, truncate
-from aquiline.decode import PREFILL_CHUNK, StepResult, free, new_state, prefill_chunks, step
+from aquiline.decode import PREFILL_CHUNK, StepResult, free, new_state, prefill, step
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import Engine, StreamEvent
 from aquiline.engine.text import common_prefix
@@ -31,12 +31,11 @@ class _Prefill:
 class Batch:
     """Slots, the requests in them, and the requests that wait for one.
 
-    A vacated slot keeps its keys and values until another request takes it. A prompt that shares a
-    prefix with any slot, running or vacated, is computed only from there on. A
-    request that fails (its processor raises, memory runs out) leaves without harm to the others.
+    A vacated slot keeps its keys and values until another request takes it. Of a prompt that shares a prefix with any
+    slot, running or vacated, only the rest is computed. A request that fails (its processor raises, memory runs out)
+    does not affect the others.
 
     Args:
-        engine: runs the requests.
         rows: number of slots, ≥ 1.
         capacity: positions to allocate per slot; grows if needed.
     """
@@ -73,7 +72,7 @@ class Batch:
         self._waiting.append(emission)
 
     def cancel(self, emission: Emission) -> None:
-        """Drops one request, wherever it is; what its slot holds stays for prompts that begin the same."""
+        """Drops a request; the content of its slot stays for prompts with a common prefix."""
         if emission in self._waiting:
             self._waiting.remove(emission)
         elif self._prefill is not None and self._prefill.emission is emission:
@@ -114,15 +113,12 @@ class Batch:
 
     def drop_requests(self) -> None:
         """Drops all requests, but keeps the content of the slots for prompts with a common prefix."""
-        self._waiting.clear()
-        if self._prefill is not None:
-            self._leave(self._prefill.row)
-            self._prefill = None
-        for row in list(self._running):
-            self._leave(row)
+        started = [*self._running.values()] + ([self._prefill.emission] if self._prefill else [])
+        for emission in [*self._waiting, *started]:
+            self.cancel(emission)
 
     def _without_newest(self, error: BaseException) -> StreamEvent | None:
-        """Ends the newest request after `error`; None if the others cannot go on."""
+        """Ends the newest request after `error`; None if the others cannot continue."""
         state, newest = self.state, self._prefill
         row = next(reversed(self._running), None) if newest is None else newest.row
         # A step that failed before it chose a token can be repeated without the row.
@@ -172,13 +168,13 @@ class Batch:
                 self._copy(source, row, shared)
         self._held[row] = emission.prompt
         engine = self.engine
-        pieces = prefill_chunks(
+        pieces = prefill(
             engine.target, engine.drafter, self.state, row, emission.occupant, keep_logits=emission.wants_logits
         )
         return _Prefill(row, emission, pieces)
 
     def _slot_for(self, source: int, shared: int, vacant: Sequence[int]) -> int:
-        """An empty slot or the one left longest ago; the source itself where little else would be lost."""
+        """Returns an empty slot or the one left longest ago; the source itself if that loses little."""
         lengths = self.state.cache.lengths.tolist()
         if shared and source in vacant and 2 * shared >= lengths[source]:
             return source

@@ -1,4 +1,4 @@
-"""Conversations that keep their keys and values across turns."""
+"""Holds conversations that keep their keys and values across turns."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from aquiline.checks import check_kind
 from aquiline.engine.batch import Batch, capacity_for
-from aquiline.engine.emission import Emission
-from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed, merged_params
+from aquiline.engine.emission import Emission, outputs_of
+from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, merged_params
 from aquiline.engine.text import encode_prompt
 from aquiline.sampling import SamplingParams
 
@@ -23,7 +23,6 @@ class ChatSession:
 
     Args:
         engine: its tokenizer must have a chat template.
-        system: system prompt.
         messages: a conversation to continue, with "role" and "content".
         defaults: settings for answers without their own; `n` must be 1.
         tools: descriptions of tools, for the chat template.
@@ -70,7 +69,6 @@ class ChatSession:
         interrupted, the text yielded so far is kept; if there is none, the turn is dropped.
 
         Args:
-            message: the user's turn.
             params: settings of this answer, in place of the defaults.
             **settings: fields of `SamplingParams` that override them.
 
@@ -92,8 +90,7 @@ class ChatSession:
             )
         request = Request(tokens, params)
         check(self.engine, request)
-        emission = Emission(self.engine, request, 0, 0, fresh_seed() if params.seed is None else params.seed)
-        return self._answer(turn, emission)
+        return self._answer(turn, outputs_of(self.engine, request, 0)[0])
 
     def close(self) -> None:
         """Frees the keys and values; the next turn recomputes them."""

@@ -1,9 +1,12 @@
-"""An output in progress: how much of each step is emitted, and where the output ends."""
+"""Emits an output in progress: decides how much of each step is reported, and where the output ends."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -14,14 +17,13 @@ from aquiline.engine.request import (
     Engine,
     GenerationOutput,
     Request,
+    RequestProcessor,
     StreamEvent,
-    own_processors,
-    sample_seed,
     special_tokens,
 )
 from aquiline.engine.stops import StopScanner
 from aquiline.engine.text import Detokenizer
-from aquiline.sampling import TokenChooser
+from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.stats import GenerationStats
 
 
@@ -31,9 +33,7 @@ class Emission:
     The loop passes each chosen token to `add`, so that no step goes past the end of the output.
 
     Args:
-        engine: decodes the request.
         request: a request that passed `check`.
-        index: its index in the call.
         sample: index among its n outputs.
         seed: the request's seed, already resolved.
     """
@@ -42,7 +42,7 @@ class Emission:
         params, prompt = request.params, list(request.tokens)
         self.index, self.sample, self.params = index, sample, params
         self.prompt = prompt
-        self.seed = sample_seed(seed, sample)
+        self.seed = _sample_seed(seed, sample)
         self._ends: dict[int, str] = {} if params.ignore_eos else dict.fromkeys(engine.end_ids, "eos")
         for token in params.stop_token_ids:
             self._ends.setdefault(token, "stop")
@@ -61,7 +61,7 @@ class Emission:
         self._texts: list[str] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
-        chooser = TokenChooser(own_processors(params, len(prompt)), self.seed, len(prompt), tuple(self._ends))
+        chooser = TokenChooser(_own_processors(params, len(prompt)), self.seed, len(prompt), tuple(self._ends))
         stats = GenerationStats(prompt_tokens=len(prompt))
         self.occupant = Occupant(prompt, chooser, stats, request.drafting, self.add)
         self._provenance = Provenance() if request.provenance else None
@@ -195,3 +195,25 @@ class Emission:
             top_logprobs=self._top_logprobs if self.params.logprobs else None,
             error=self.error,
         )
+
+
+def outputs_of(engine: Engine, request: Request, index: int) -> list[Emission]:
+    """Returns the n outputs of a request, before their first token; without a seed, they share a fresh one."""
+    seed = secrets.randbits(48) if request.params.seed is None else request.params.seed
+    return [Emission(engine, request, index, sample, seed) for sample in range(request.params.n)]
+
+
+def _sample_seed(seed: int, sample: int) -> int:
+    """Derives the seed of one of n outputs; the first uses the request's own."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _own_processors(params: SamplingParams, prompt_length: int) -> SamplingParams:
+    """Replaces each `RequestProcessor` in `params` by a processor created for this output."""
+    if not any(isinstance(processor, RequestProcessor) for processor in params.logits_processors):
+        return params
+    made = (p.for_request(prompt_length) if isinstance(p, RequestProcessor) else p for p in params.logits_processors)
+    return replace(params, logits_processors=tuple(made))

@@ -1,4 +1,4 @@
-"""Generation for any number of requests; blocking calls collect the stream."""
+"""Generates for any number of requests; blocking calls collect the stream."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from aquiline.engine.batch import Batch, capacity_for
-from aquiline.engine.emission import Emission
-from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check, fresh_seed
+from aquiline.engine.emission import Emission, outputs_of
+from aquiline.engine.request import Engine, GenerationOutput, Request, StreamEvent, check
 
 logger = logging.getLogger("aquiline")
 
@@ -21,10 +21,6 @@ def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Str
     they share one generator; in bfloat16, up to near-ties where a prompt shares its beginning with
     another, whose keys it reuses). Closing the iterator frees everything.
 
-    Args:
-        engine: runs the requests.
-        requests: at least one.
-
     Yields:
         Events; the last event of each output carries the whole output.
 
@@ -33,13 +29,8 @@ def stream_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Str
     """
     for index, request in enumerate(requests):
         check(engine, request, index, len(requests))
-    emissions = [emission for i, request in enumerate(requests) for emission in _emissions(engine, request, i)]
+    emissions = [emission for i, request in enumerate(requests) for emission in outputs_of(engine, request, i)]
     return _stream(engine, emissions)
-
-
-def _emissions(engine: Engine, request: Request, index: int) -> list[Emission]:
-    seed = fresh_seed() if request.params.seed is None else request.params.seed
-    return [Emission(engine, request, index, sample, seed) for sample in range(request.params.n)]
 
 
 def _stream(engine: Engine, emissions: Sequence[Emission]) -> Iterator[StreamEvent]:
@@ -69,11 +60,6 @@ def generate_requests(
     progress: Callable[[StreamEvent], None] | None = None,
 ) -> list[GenerationOutput]:
     """Decodes requests as one batch and returns their outputs in order.
-
-    Args:
-        engine: runs the requests.
-        requests: any number.
-        progress: called with every event.
 
     Returns:
         The n outputs of the first request, then those of the second, … An output that failed among

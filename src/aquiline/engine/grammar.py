@@ -21,13 +21,13 @@ from torch import Tensor
 
 from aquiline.checks import check_kind
 from aquiline.engine.request import Engine
+from aquiline.engine.text import common_prefix
 
 
 class Grammar:
     """A valid grammar, created by the functions below; each output gets its own `GrammarProcessor`.
 
     Args:
-        tokenizer: llguidance's tokenizer.
         source: the grammar in llguidance's format.
         end_ids: tokens that may end a text accepted by the grammar.
     """
@@ -78,9 +78,7 @@ class GrammarProcessor:
 
     def _follow(self, output: list[int]) -> bool:
         """Advances the matcher to the end of `output`; False if the grammar rejects it or has ended."""
-        size = min(len(output), len(self._read))
-        while output[:size] != self._read[:size]:
-            size -= 1
+        size = common_prefix(output, self._read)
         if size < len(self._read):
             self._matcher.rollback(len(self._read) - size)
             del self._read[size:]

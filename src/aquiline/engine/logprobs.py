@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens and of prompts."""
+"""Computes log-probabilities of emitted tokens and of prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def prompt_logprobs(
     """Computes log-probabilities of a prompt's tokens, in a cache of its own.
 
     Args:
-        engine: runs the target.
         tokens: S ≥ 1 prompt tokens that fit the context.
         top: alternatives to report, ≥ 0.
 

@@ -28,7 +28,6 @@ def open_target(
         target: alias, model folder, GGUF file, hub id, a transformers model or a `Target`.
         tokenizer: the user's tokenizer; None uses the one in the folder.
         dtype: of the weights; None chooses a fast one.
-        device: where the model runs.
 
     Raises:
         TypeError: for a target of any other type.

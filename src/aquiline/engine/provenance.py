@@ -1,4 +1,4 @@
-"""Assigns emitted text to the tokens that it was decoded from, and these to their drafts."""
+"""Traces emitted text to its tokens, and these to the drafts that they came from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aquiline.engine.request import Piece
 
 @dataclass(eq=False)
 class _Origin:
-    """A token, until its piece is reported, and the characters of its text that are still to be released."""
+    """A token whose piece was not reported yet, and the number of its characters that were not released yet."""
 
     tokens: list[int]
     source: str = "target"

@@ -1,10 +1,8 @@
-"""The records of a generation: engine, request, events and output."""
+"""Defines the records of a generation (engine, request, events, output), and checks requests."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 from aquiline.checks import check_kind, check_value, integer
 from aquiline.drafters.drafter import Drafter, Drafting
 from aquiline.engine.text import EMPTY_PROMPT
-from aquiline.sampling import LogitsProcessor, SamplingParams
+from aquiline.sampling import LogitsProcessor, LossyRule, SamplingParams, check_lossy
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
-from aquiline.verify import LossyRule, check_lossy
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +26,6 @@ class Engine:
     a step). Like any generator, a stream belongs to one thread at a time.
 
     Attributes:
-        target: the target.
         drafter: the drafter, or None for plain decoding.
         tokenizer: a Hugging Face tokenizer, or None to work with token ids only.
         end_ids: the model's end-of-sequence tokens.
@@ -60,7 +56,7 @@ class Request:
     Attributes:
         tokens: the prompt, at least one token id.
         params: settings; the request produces `params.n` outputs.
-        drafting: what it asks of the drafts, which changes its speed alone.
+        drafting: settings that change its speed alone.
         provenance: report what drafted each piece of text, in `StreamEvent.pieces`.
     """
 
@@ -161,21 +157,10 @@ class RequestProcessor(Protocol):
         ...
 
 
-def own_processors(params: SamplingParams, prompt_length: int) -> SamplingParams:
-    """Replaces each `RequestProcessor` in `params` by a processor created for this output."""
-    if not any(isinstance(processor, RequestProcessor) for processor in params.logits_processors):
-        return params
-    made = (p.for_request(prompt_length) if isinstance(p, RequestProcessor) else p for p in params.logits_processors)
-    return replace(params, logits_processors=tuple(made))
-
-
 def check(engine: Engine, request: Request, index: int = 0, count: int = 1) -> None:
     """Rejects a request that cannot run, before any work.
 
     Args:
-        engine: runs the request.
-        request: the request.
-        index: its index in the call.
         count: number of requests in the call; above 1, errors name the request.
 
     Raises:
@@ -282,16 +267,3 @@ def merged_params(params: SamplingParams | None, defaults: SamplingParams, setti
     good = isinstance(params, SamplingParams | None)
     check_kind("params", params, good, "SamplingParams or None; pass single settings by name")
     return replace(defaults if params is None else params, **settings)
-
-
-def fresh_seed() -> int:
-    """Draws a seed for a request without one."""
-    return secrets.randbits(48)
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """Derives the seed of one of a request's n outputs; the first uses the request's own."""
-    if sample == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "big")

@@ -24,7 +24,6 @@ class StopScanner:
         """Adds `piece`; returns the text to release, and whether a stop string ended it.
 
         Args:
-            piece: the next characters.
             armed: False while the output is too short to end; occurrences completed then are ignored.
         """
         buffer, before = self._held + piece, len(self._held)

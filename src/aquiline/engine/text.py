@@ -22,10 +22,6 @@ class Detokenizer:
     decoders treat the first token of a text differently. Characters that later tokens may still
     change are held back: the bytes of an incomplete UTF-8 character, and runs of byte-fallback
     tokens, which decode only as a whole.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        skip_special: leave special tokens out.
     """
 
     def __init__(self, tokenizer: Any, skip_special: bool = True) -> None:
@@ -90,22 +86,18 @@ def encode_prompt(
 ) -> list[int]:
     """Converts a prompt to token ids; `aquiline.engine.request.check` compares them with the vocabulary.
 
-    Text becomes one user message in the chat template, if the tokenizer has one; with `raw` it is
-    tokenized without the template, and with the tokenizer's own special tokens; a beginning-of-sequence token that
-    the text spells out is not doubled. Messages go through the chat template, followed by the start of an answer; the
-    template writes the beginning-of-sequence token itself, so none is added. Token ids are used unchanged, in a list,
-    array, tensor or `BatchEncoding` of one row.
+    A text becomes one user message if the tokenizer has a chat template. Without one, or with `raw`, the tokenizer adds
+    its own special tokens, but does not double a beginning-of-sequence token in the text. Messages go through the
+    template, which writes that token itself, and end with the start of an answer. Token ids (a list, array, tensor or
+    `BatchEncoding` of one row) are used unchanged.
 
     Args:
         tokenizer: a Hugging Face tokenizer, or None if prompts are token ids.
-        prompt: the prompt.
-        raw: do not apply the chat template to text.
-        tools: descriptions of tools, for the chat template.
-        chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
+        raw: do not apply the chat template to a text.
+        tools, chat_template_kwargs: for the chat template: descriptions of tools, and variables.
 
     Raises:
         ValueError: for an empty prompt, a missing tokenizer or chat template, or template variables without one.
-        TypeError: for a prompt of the wrong type.
     """
     prompt = _listed(prompt)
     if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes | bytearray):
@@ -127,7 +119,7 @@ def encode_prompt(
 
 
 def encode_expected(tokenizer: Any | None, text: str | Sequence[int]) -> list[int]:
-    """Converts a text that an output may repeat to token ids, without special tokens; ids are used unchanged.
+    """Converts an expected text to token ids, without special tokens; ids are used unchanged.
 
     Raises:
         ValueError: for a text without a tokenizer.
@@ -232,7 +224,7 @@ def _token_id(part: object) -> int:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning of both."""
+    """Returns the number of equal tokens at the beginning of both."""
     size = min(len(first), len(second))
     if first[:size] == second[:size]:
         return size

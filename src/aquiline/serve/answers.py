@@ -1,15 +1,19 @@
-"""Answers in OpenAI's shapes: whole ones, and the chunks of a stream."""
+"""Formats answers as OpenAI does: whole, or in the chunks of a stream."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.responses import Response
 
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import StreamEvent
 from aquiline.serve.asked import Asked
+from aquiline.serve.fields import ApiError, Disconnected
 from aquiline.serve.scheduler import PromptScores
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -17,7 +21,7 @@ _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(eq=False)
 class _Choice:
-    """One output: its text so far, and what is reported with it."""
+    """One output so far."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -26,15 +30,12 @@ class _Choice:
 
 
 class Answer:
-    """Collects the events of one request, and words them for its client.
+    """Collects the events of one request and formats them for its client.
 
     Args:
         chat: chat completion, or else text completion.
         name: the request's id.
-        model: the served model's name.
-        asked: the request.
         emissions: its outputs, n per prompt, in order.
-        tokenizer: the tokenizer.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Answer:
     # -- streams -------------------------------------------------------------------------------
 
     def first(self) -> list[dict[str, Any]]:
-        """The chunks that begin a stream: in a chat, the role."""
+        """Returns the chunks that begin a stream: the roles in a chat, the prompts with `echo`."""
         if self.chat:
             return [self._stream_chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in self._places()]
         if self.asked.echo and not self.asked.logprobs:
@@ -113,12 +114,8 @@ class Answer:
         return []
 
     def last(self) -> list[dict[str, Any]]:
-        """The chunk with the usage, if it was asked for."""
+        """Returns the chunk with the usage, if it was requested."""
         return [self._stream_base() | {"choices": [], "usage": self.usage()}] if self.asked.include_usage else []
-
-    def begin_whole(self) -> None:
-        """Puts the prompts before the completions, where `echo` asks for it."""
-        self.first()
 
     def _places(self) -> range:
         return range(len(self._choices))
@@ -202,3 +199,35 @@ def _alternatives(entry: dict[str, Any]) -> dict[str, float] | None:
     for each in [*entry["top_logprobs"], entry]:
         found[each["token"]] = max(each["logprob"], found.get(each["token"], -float("inf")))
     return found
+
+
+class EventStream(Response):
+    """Sends an answer as server-sent events, one chunk each."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, first: Any, deliveries: AsyncGenerator[Any, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answer, self._first, self._deliveries = answer, first, deliveries
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def write(chunks: list[dict[str, Any]]) -> None:
+            data = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            await write([*self._answer.first(), *self._answer.take(self._first)])
+            async for delivery in self._deliveries:
+                await write(self._answer.take(delivery))
+            await write(self._answer.last())
+        except ApiError as error:
+            await write([error.body])
+        except Disconnected:
+            return
+        finally:
+            await self._deliveries.aclose()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, read strictly into this engine's requests."""
+"""Reads OpenAI's request bodies strictly into this engine's requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aquiline.drafters.drafter import Drafting
-from aquiline.drafters.requested import Prediction
+from aquiline.drafters.store import Prediction
 from aquiline.engine.grammar import json_schema
 from aquiline.engine.request import Request, check
 from aquiline.engine.text import encode_expected, encode_prompt
@@ -20,6 +20,7 @@ from aquiline.serve.fields import (
     integer,
     invalid,
     listed,
+    mapping,
     number,
     one_of,
     strings,
@@ -33,7 +34,7 @@ MOST_ALTERNATIVES = 20
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What an HTTP request asks for.
+    """A parsed HTTP request.
 
     Attributes:
         requests: one per prompt.
@@ -55,11 +56,7 @@ class Asked:
 
 
 def read_chat(loaded: Loaded, body: Any) -> Asked:
-    """Reads the body of /v1/chat/completions.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """Reads the body of /v1/chat/completions."""
     fields = Fields(body)
     messages = fields.need("messages", _messages)
     tokens = _encoded(loaded, messages, "messages")
@@ -81,11 +78,7 @@ def read_chat(loaded: Loaded, body: Any) -> Asked:
 
 
 def read_completion(loaded: Loaded, body: Any) -> Asked:
-    """Reads the body of /v1/completions.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """Reads the body of /v1/completions."""
     fields = Fields(body)
     prompts = fields.need("prompt", _prompts)
     encoded = [_encoded(loaded, prompt, "prompt") for prompt in prompts]
@@ -98,7 +91,7 @@ def read_completion(loaded: Loaded, body: Any) -> Asked:
 
 
 def _asked(loaded: Loaded, fields: Fields, prompts: list[list[int]], settings: dict[str, Any], **more: Any) -> Asked:
-    """Reads the fields that both endpoints have, and checks the requests."""
+    """Reads the fields that both endpoints share, and checks the requests."""
     stream = fields.take("stream", flag, False)
     include_usage = fields.take("stream_options", _stream_options)
     if include_usage is not None and not stream:
@@ -123,10 +116,10 @@ def _asked(loaded: Loaded, fields: Fields, prompts: list[list[int]], settings: d
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:
-    """The sampling settings that were sent; OpenAI's first, then those that vLLM adds."""
+    """Returns the sampling settings that were sent, OpenAI's and vLLM's additions."""
     readers = {
         "temperature": ("temperature", number(0, 2)),
-        "top_p": ("top_p", _top_p),
+        "top_p": ("top_p", number(0, 1, excluded=0)),
         "n": ("n", integer(1, 128)),
         "seed": ("seed", integer(-(1 << 63))),
         "stop": ("stop", strings),
@@ -134,8 +127,8 @@ def _sampling(fields: Fields) -> dict[str, Any]:
         "frequency_penalty": ("frequency_penalty", number(-2, 2)),
         "logit_bias": ("logit_bias", biases),
         "top_k": ("top_k", integer(-1, 1 << 31)),
-        "min_p": ("min_p", _min_p),
-        "repetition_penalty": ("repetition_penalty", _positive),
+        "min_p": ("min_p", number(0, 1, excluded=1)),
+        "repetition_penalty": ("repetition_penalty", number(0, 1e6, excluded=0)),
         "min_tokens": ("min_new_tokens", integer(0)),
         "ignore_eos": ("ignore_eos", flag),
         "stop_token_ids": ("stop_token_ids", token_ids),
@@ -148,7 +141,7 @@ def _sampling(fields: Fields) -> dict[str, Any]:
 
 
 def _take_without_effect(fields: Fields) -> None:
-    """Accepts fields that say who asks, or ask for what is done anyway; neither can change an answer."""
+    """Accepts fields that identify the user or request the only behaviour there is."""
     fields.take("model", text)
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         fields.take(name, text)
@@ -185,7 +178,7 @@ def _message(name: str, value: Any) -> Mapping[str, Any]:
     fields = Fields(value, name)
     role = fields.need("role", one_of(*_ROLES))
     content = fields.need("content", _content)
-    # Empty in the answers that clients send back as the conversation.
+    # Clients send answers back as part of the conversation, where these are empty.
     fields.take("annotations", one_of([]))
     fields.take("tool_calls", one_of([]))
     fields.done()
@@ -240,7 +233,7 @@ def _stream_options(name: str, value: Any) -> bool:
 
 
 def _schema(name: str, value: Any) -> Mapping[str, Any] | None:
-    """The JSON schema that an answer must match; None for any text."""
+    """Returns the JSON schema that the answer must match; None for any text."""
     fields = Fields(value, name)
     kind = fields.need("type", one_of("text", "json_object", "json_schema"))
     schema: Mapping[str, Any] | None = {"type": "object"} if kind == "json_object" else None
@@ -249,16 +242,10 @@ def _schema(name: str, value: Any) -> Mapping[str, Any] | None:
         inner.need("name", text)
         inner.take("description", text)
         inner.take("strict", flag)
-        schema = inner.need("schema", _object)
+        schema = inner.need("schema", mapping)
         inner.done()
     fields.done()
     return schema
-
-
-def _object(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise invalid(name, value, "a JSON schema")
-    return value
 
 
 def _grammar(loaded: Loaded, schema: Mapping[str, Any]) -> Any:
@@ -283,24 +270,3 @@ def _tree(name: str, value: Any) -> dict[str, int]:
     limits = {each: fields.take(each, integer(1, 1 << 20)) for each in ("depth", "nodes")}
     fields.done()
     return {each: limit for each, limit in limits.items() if limit is not None}
-
-
-def _top_p(name: str, value: Any) -> float:
-    found = number(0, 1)(name, value)
-    if found == 0:
-        raise invalid(name, value, "a number above 0, at most 1")
-    return found
-
-
-def _min_p(name: str, value: Any) -> float:
-    found = number(0, 1)(name, value)
-    if found == 1:
-        raise invalid(name, value, "a number 0 … 1, below 1")
-    return found
-
-
-def _positive(name: str, value: Any) -> float:
-    found = number(0, 1e6)(name, value)
-    if found == 0:
-        raise invalid(name, value, "a number above 0")
-    return found

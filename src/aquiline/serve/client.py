@@ -1,4 +1,4 @@
-"""Chats with a server that speaks OpenAI's API, ours or another."""
+"""Chats with any server that speaks OpenAI's API."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RemoteChat:
                         pieces.append(piece)
                         yield piece
         except (OSError, HTTPException) as error:
-            raise RuntimeError(f"{self.url} broke off ({error}); what it said so far is kept") from error
+            raise RuntimeError(f"{self.url} broke off ({error}); its text so far is kept") from error
         finally:
             if pieces:
                 self.messages += [turn, {"role": "assistant", "content": "".join(pieces)}]

@@ -1,4 +1,4 @@
-"""Reads JSON bodies strictly: a field that is not understood is an error that names it."""
+"""Reads JSON bodies strictly: an unknown field is an error that names it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ class ApiError(Exception):
     """An error as OpenAI's clients expect it.
 
     Args:
-        status: HTTP status.
         message: one sentence with the value, what is allowed, and the remedy.
         kind: OpenAI's `type`.
-        param: the field that caused it.
         code: OpenAI's `code`.
         retry_after: seconds for the header Retry-After.
     """
@@ -40,16 +38,16 @@ class ApiError(Exception):
 
 
 class Disconnected(Exception):
-    """The client has left."""
+    """The client closed the connection."""
 
 
 def invalid(param: str, value: Any, allowed: str) -> ApiError:
-    """A 400 for one field."""
+    """Returns a 400 for one field."""
     return ApiError(400, f"{param} is {shown(value)}; allowed: {allowed}", param=param)
 
 
 def shown(value: Any) -> str:
-    """A value in an error message, cut where it is long."""
+    """Returns a value as JSON for an error message, shortened if it is long."""
     text = json.dumps(value)
     return text if len(text) <= 100 else text[:100] + "…"
 
@@ -80,12 +78,11 @@ def _finite(text: str) -> float:
 
 
 class Fields:
-    """The fields of a JSON object, taken one by one; `done` refuses what is left.
+    """The fields of a JSON object, taken one by one; `done` rejects the rest.
 
     A field that is null counts as absent, as OpenAI's clients send it.
 
     Args:
-        body: the parsed JSON.
         name: of the object in error messages; empty for the whole body.
 
     Raises:
@@ -94,9 +91,7 @@ class Fields:
 
     def __init__(self, body: Any, name: str = "") -> None:
         self._prefix = f"{name}." if name else ""
-        if not isinstance(body, dict):
-            raise invalid(name or "the body", body, "a JSON object")
-        self._left = dict(body)
+        self._left = dict(mapping(name or "the body", body))
 
     def name(self, field: str) -> str:
         """The field's name in error messages."""
@@ -108,10 +103,10 @@ class Fields:
         return default if value is None else read(self.name(field), value)
 
     def need(self, field: str, read: Callable[[str, Any], T]) -> T:
-        """Returns a field that must be there.
+        """Returns a required field.
 
         Raises:
-            ApiError: if it is not.
+            ApiError: if it is absent.
         """
         value = self._left.pop(field, None)
         if value is None:
@@ -119,7 +114,7 @@ class Fields:
         return read(self.name(field), value)
 
     def done(self) -> None:
-        """Refuses fields that nobody took.
+        """Rejects fields that were not taken.
 
         Raises:
             ApiError: naming the first of them.
@@ -130,29 +125,21 @@ class Fields:
             raise ApiError(400, f"{shown(name)} is not supported; drop it", param=name, code="unsupported_parameter")
 
 
-def text(name: str, value: Any) -> str:
-    """A text."""
-    if not isinstance(value, str):
-        raise invalid(name, value, "a text")
-    return value
+def _of_kind(kind: type, allowed: str) -> Callable[[str, Any], Any]:
+    def read(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise invalid(name, value, allowed)
+        return value
+
+    return read
 
 
-def flag(name: str, value: Any) -> bool:
-    """true or false."""
-    if not isinstance(value, bool):
-        raise invalid(name, value, "true or false")
-    return value
-
-
-def listed(name: str, value: Any) -> list[Any]:
-    """A list."""
-    if not isinstance(value, list):
-        raise invalid(name, value, "a list")
-    return value
+text, flag = _of_kind(str, "a text"), _of_kind(bool, "true or false")
+listed, mapping = _of_kind(list, "a list"), _of_kind(dict, "a JSON object")
 
 
 def integer(least: int, most: int = (1 << 63) - 1) -> Callable[[str, Any], int]:
-    """A reader of integers from `least` to `most`."""
+    """Returns a reader of integers from `least` to `most`."""
 
     def read(name: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -162,19 +149,22 @@ def integer(least: int, most: int = (1 << 63) - 1) -> Callable[[str, Any], int]:
     return read
 
 
-def number(least: float, most: float) -> Callable[[str, Any], float]:
-    """A reader of numbers from `least` to `most`."""
+def number(least: float, most: float, excluded: float | None = None) -> Callable[[str, Any], float]:
+    """Returns a reader of numbers from `least` to `most`, but not the bound `excluded`."""
 
     def read(name: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise invalid(name, value, f"a number {least:g} … {most:g}")
+        good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        if not good or value == excluded:
+            raise invalid(
+                name, value, f"a number {least:g} … {most:g}" + ("" if excluded is None else f", not {excluded:g}")
+            )
         return float(value)
 
     return read
 
 
 def one_of(*allowed: Any) -> Callable[[str, Any], Any]:
-    """A reader of given values."""
+    """Returns a reader of the given values."""
 
     def read(name: str, value: Any) -> Any:
         if not any(type(value) is type(each) and value == each for each in allowed):
@@ -185,7 +175,7 @@ def one_of(*allowed: Any) -> Callable[[str, Any], Any]:
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """A text or several, none of them empty."""
+    """A text or a list of them, none empty."""
     values = [value] if isinstance(value, str) else value
     good = isinstance(values, list) and len(values) <= 16 and all(isinstance(each, str) and each for each in values)
     if not good:
@@ -194,11 +184,9 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def biases(name: str, value: Any) -> Mapping[int, float]:
-    """Token ids, as texts, with numbers -100 … 100."""
-    if not isinstance(value, dict):
-        raise invalid(name, value, "an object: token id → number")
+    """An object: token id as a text → number -100 … 100."""
     found = {}
-    for key, bias in value.items():
+    for key, bias in mapping(name, value).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid(name, key, 'token ids as texts, such as {"17": -1}')
         found[int(key)] = number(-100, 100)(f"{name}.{key}", bias)

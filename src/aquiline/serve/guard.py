@@ -1,4 +1,4 @@
-"""Before and after every request: who may ask, how much, what is logged, and errors in one shape."""
+"""Checks each request's host, origin, key and size; logs it, and answers errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -10,32 +10,43 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
+from aquiline.checks import check_settings, check_value, setting
 from aquiline.serve.fields import ApiError, Disconnected
 
 logger = logging.getLogger("aquiline")
 
 _OPEN = ("/", "/health")
-"""Paths that need no key: the page holds nothing, and a probe has no key."""
+"""Paths that need no key: the page holds no data, and probes have no key."""
 
+_OTHER_ORIGIN = "web pages of another origin may not call this server; allow yours with --cors"
 
 CLIENT_LEFT = 499
-"""What nginx logs for a client that left before its answer began."""
+"""Status that nginx logs for a client that left before its answer began."""
 
 
-class Policy(Protocol):
-    """The settings that decide who may ask; see `aquiline.serve.server.ServerSettings`."""
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of a server; the meaning of each option is written once, here."""
 
-    @property
-    def host(self) -> str: ...
-    @property
-    def api_key(self) -> str | None: ...
-    @property
-    def origins(self) -> tuple[str, ...]: ...
-    @property
-    def max_body(self) -> int: ...
+    host: str = setting("127.0.0.1", "address to bind; the default is this machine alone")
+    port: int = setting(8000, "port; 0 chooses a free one", allowed="0 … 65535")
+    served_model_name: str = setting("model", "the model's name in requests", shown="--target")
+    api_key: str | None = setting(None, "key that requests must carry", shown="AQUILINE_API_KEY, else none")
+    cors: tuple[str, ...] = setting((), "web pages that may call the server, as https://host", unit="origins")
+    max_queue: int = setting(64, "outputs that may wait for a row", allowed="≥ 0")
+    timeout: float = setting(600.0, "longest time of a request", unit="seconds", allowed="> 0")
+    max_body: int = 4 << 20  # bytes
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        check_value("api_key", self.api_key, self.api_key != "", "a text that is not empty")
+        for origin in self.cors:
+            good = origin.startswith(("http://", "https://")) and origin.count("/") == 2
+            check_value("cors", origin, good, "an origin such as https://example.org, without a path")
 
 
 class Guard:
@@ -43,12 +54,11 @@ class Guard:
 
     Args:
         app: answers what passes.
-        policy: the settings.
         refused: called with the status of every answer ≥ 400.
     """
 
-    def __init__(self, app: Any, policy: Policy, refused: Callable[[int], Any]) -> None:
-        self.app, self.policy, self.refused = app, policy, refused
+    def __init__(self, app: Any, settings: ServerSettings, refused: Callable[[int], Any]) -> None:
+        self.app, self.settings, self.refused = app, settings, refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -83,48 +93,46 @@ class Guard:
                 self.refused(status)
             self._log(scope, name, status, began)
 
-    # -- who may ask -----------------------------------------------------------------------------
+    # -- access ----------------------------------------------------------------------------------
 
     def _admit(self, scope: Any, headers: dict[str, str]) -> None:
         self._check_host(headers.get("host", ""))
         origin = headers.get("origin")
-        if origin is not None and not self._own_page(origin, headers) and origin not in self.policy.origins:
-            raise ApiError(403, "web pages of another origin may not call this server; allow yours with --cors")
-        if self.policy.api_key is not None and scope["path"] not in _OPEN:
+        if origin is not None and not self._own_page(origin, headers) and origin not in self.settings.cors:
+            raise ApiError(403, _OTHER_ORIGIN)
+        if self.settings.api_key is not None and scope["path"] not in _OPEN:
             sent = headers.get("authorization", "").removeprefix("Bearer ")
-            # In constant time: how long it takes must not tell how much of a guess was right.
-            if not hmac.compare_digest(sent.encode("utf-8", "replace"), self.policy.api_key.encode()):
+            # In constant time, so that timing does not reveal how much of a guess was right.
+            if not hmac.compare_digest(sent.encode("utf-8", "replace"), self.settings.api_key.encode()):
                 message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
                 raise ApiError(401, message, "authentication_error", code="invalid_api_key")
         if scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":  # what a page may send without asking first is never JSON
+            if kind != "application/json":  # a page of another origin cannot send JSON without a preflight
                 raise ApiError(415, f"content-type is {kind[:100]!r}; allowed: application/json")
 
     def _check_host(self, host: str) -> None:
-        """Refuses names that do not mean this machine: a page may have its own name point here."""
-        if self.policy.api_key is not None:
-            return  # such a page cannot know the key
+        """Rejects names of other machines: a malicious page can make its own name resolve to this one."""
+        if self.settings.api_key is not None:
+            return  # which such a page does not know
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
             name = ""
-        known = {"localhost", self.policy.host.lower()}
-        if not _loopback(self.policy.host):
-            known |= {socket.gethostname().lower()} | {
-                urlsplit(origin).hostname or "" for origin in self.policy.origins
-            }
-        if name in known or _loopback(name) or (_address(name) and not _loopback(self.policy.host)):
+        known = {"localhost", self.settings.host.lower()}
+        if not _loopback(self.settings.host):
+            known |= {socket.gethostname().lower()} | {urlsplit(origin).hostname or "" for origin in self.settings.cors}
+        if name in known or _loopback(name) or (_address(name) and not _loopback(self.settings.host)):
             return
         raise ApiError(403, "the Host header does not name this server; use its address, or serve with --api-key")
 
     def _own_page(self, origin: str, headers: dict[str, str]) -> bool:
         return urlsplit(origin).netloc == headers.get("host") and origin.startswith(("http://", "https://"))
 
-    # -- web pages elsewhere ---------------------------------------------------------------------
+    # -- cross-origin requests -------------------------------------------------------------------
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        if origin is None or origin not in self.policy.origins:
+        if origin is None or origin not in self.settings.cors:
             return []
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -133,11 +141,11 @@ class Guard:
         ]
 
     async def _preflight(self, scope: Any, headers: dict[str, str], send: Any) -> bool:
-        """Answers a browser that asks whether it may ask."""
+        """Answers a browser's preflight request; False for any other."""
         if scope["method"] != "OPTIONS" or "access-control-request-method" not in headers:
             return False
-        if headers.get("origin") not in self.policy.origins:
-            raise ApiError(403, "web pages of another origin may not call this server; allow yours with --cors")
+        if headers.get("origin") not in self.settings.cors:
+            raise ApiError(403, _OTHER_ORIGIN)
         allowed = [
             (b"access-control-allow-methods", b"GET, POST"),
             (b"access-control-allow-headers", b"authorization, content-type"),
@@ -147,11 +155,11 @@ class Guard:
         await send({"type": "http.response.body", "body": b""})
         return True
 
-    # -- how much --------------------------------------------------------------------------------
+    # -- size and log ----------------------------------------------------------------------------
 
     async def _limited(self, scope: Any, headers: dict[str, str], receive: Any) -> Any:
         """Reads the body before anything else, up to the limit; returns a `receive` that repeats it."""
-        most, parts, size = self.policy.max_body, list[bytes](), 0
+        most, parts, size = self.settings.max_body, list[bytes](), 0
         claimed = headers.get("content-length", "0")
         too_large = ApiError(413, f"the body is larger than {most} bytes; send less", code="request_too_large")
         if claimed.isdigit() and int(claimed) > most:

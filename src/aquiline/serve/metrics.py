@@ -1,7 +1,8 @@
-"""Counters and latencies under vLLM's names, so that dashboards made for vLLM work."""
+"""Exports counters and latencies under vLLM's names, for dashboards made for vLLM."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import StreamEvent
+from aquiline.stats import GenerationStats
 
 _WINDOW = 10.0
 """Seconds that the rate of tokens looks back."""
@@ -79,37 +81,33 @@ class Metrics:
         """Counts what one step added to an output.
 
         Args:
-            emission: the output.
-            event: what the step emitted.
             seen: what was counted of it before; updated.
         """
         stats, now = emission.occupant.stats, time.monotonic()
-        drafted = stats.nodes > seen.nodes
+        drafted = stats.nodes > seen.stats.nodes
         self.generation_tokens.inc(len(event.token_ids))
         self._recent.append((now, len(event.token_ids)))
         while self._recent and self._recent[0][0] < now - _WINDOW:
             self._recent.popleft()
-        if stats.steps > seen.steps:
+        if stats.steps > seen.stats.steps:
             self.forwards.labels(model_name=self._model, drafting="on" if drafted else "off").inc()
         if drafted:
             self.drafts.inc()
-            self.draft_tokens.inc(stats.nodes - seen.nodes)
-            self.accepted.inc(stats.accepted - seen.accepted)
+            self.draft_tokens.inc(stats.nodes - seen.stats.nodes)
+            self.accepted.inc(stats.accepted - seen.stats.accepted)
         for counter, counts, before in (
-            (self.accepted_at, stats.accepted_at, seen.accepted_at),
-            (self.offered_at, stats.offered_at, seen.offered_at),
+            (self.accepted_at, stats.accepted_at, seen.stats.accepted_at),
+            (self.offered_at, stats.offered_at, seen.stats.offered_at),
         ):
             for depth, count in enumerate(counts):
                 old = before[depth] if depth < len(before) else 0
                 if count > old:
                     counter.labels(model_name=self._model, position=str(depth)).inc(count - old)
-        for source, count in emission.sources.items():
-            if count > seen.sources.get(source, 0):
-                added = count - seen.sources.get(source, 0)
-                self.tokens_by_source.labels(model_name=self._model, source=source).inc(added)
-        self._steps += stats.steps - seen.steps
-        self._accepted += stats.accepted - seen.accepted
-        seen.take(emission)
+        for source, count in (stats.sources - seen.stats.sources).items():
+            self.tokens_by_source.labels(model_name=self._model, source=source).inc(count)
+        self._steps += stats.steps - seen.stats.steps
+        self._accepted += stats.accepted - seen.stats.accepted
+        seen.stats = copy.deepcopy(stats)
 
     def timed(self, seen: Seen, tokens: int) -> None:
         """Records the latency of a step that emitted `tokens` ≥ 1 tokens."""
@@ -139,23 +137,12 @@ class Metrics:
 
 
 class Seen:
-    """What has been counted of one output.
+    """The counters of one output that have been counted.
 
     Args:
         submitted: `time.monotonic()` when its request arrived.
     """
 
     def __init__(self, submitted: float) -> None:
-        self.submitted = submitted
-        self.last: float | None = None
-        self.steps = self.nodes = self.accepted = 0
-        self.accepted_at: list[int] = []
-        self.offered_at: list[int] = []
-        self.sources: dict[str, int] = {}
-
-    def take(self, emission: Emission) -> None:
-        """Notes the present counters."""
-        stats = emission.occupant.stats
-        self.steps, self.nodes, self.accepted = stats.steps, stats.nodes, stats.accepted
-        self.accepted_at, self.offered_at = list(stats.accepted_at), list(stats.offered_at)
-        self.sources = dict(emission.sources)
+        self.submitted, self.stats = submitted, GenerationStats()
+        self.last: float | None = None  # when a step last emitted

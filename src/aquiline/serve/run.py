@@ -11,22 +11,21 @@ from types import FrameType
 import uvicorn
 
 from aquiline.loading import Loaded
-from aquiline.serve.server import Server, ServerSettings
+from aquiline.serve.guard import ServerSettings
+from aquiline.serve.server import Server
 
 logger = logging.getLogger("aquiline")
 
 
 def run_server(settings: ServerSettings, load: Callable[[], Loaded], ready: Callable[[str, Loaded], None]) -> None:
-    """Serves until SIGTERM or Ctrl-C: then requests that run are finished; a second signal ends them.
+    """Serves until SIGTERM or Ctrl-C, then finishes the running requests; a second signal ends them.
 
     Args:
-        settings: the settings.
         load: loads the model, in another thread; until then the server answers 503.
         ready: called with the server's URL and the model as soon as requests are served.
 
     Raises:
         OSError: if the address cannot be bound.
-        Exception: whatever `load` raises.
     """
     listener = _bind(settings)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -74,5 +73,5 @@ class _Http(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
             return
-        logger.info("finishing the requests that run; a second signal ends them")
+        logger.info("finishing the running requests; a second signal ends them")
         self.should_exit = True

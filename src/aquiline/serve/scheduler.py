@@ -1,4 +1,4 @@
-"""The worker thread: runs the loop for all requests, and delivers what each step emits."""
+"""Runs the loop for all requests in one thread, and delivers what each step emits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CAPACITY = 1024
 
 
 class Busy(Exception):
-    """The queue is full. The request may be sent again later."""
+    """The queue is full; the client may retry later."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class PromptScores:
 
 
 Delivery = StreamEvent | PromptScores | Exception
-"""What a job receives. An exception ends it."""
+"""A message to a job. An exception ends it."""
 
 
 @dataclass(eq=False)
@@ -47,10 +47,9 @@ class Job:
 
     Attributes:
         emissions: at least one; their indices come from `Scheduler.next_index`.
-        deliver: takes what the worker has for the job, in the worker's thread.
+        deliver: receives the deliveries, in the worker's thread.
         deadline: `time.monotonic()` at which the job is given up.
         score: alternatives to report with the prompts' log-probabilities; None: do not compute them.
-        submitted: when it arrived.
     """
 
     emissions: Sequence[Emission]
@@ -94,7 +93,7 @@ class Scheduler:
         return max(0, self._open - self.running)
 
     def next_index(self) -> int:
-        """A number for the emissions of one prompt, unique while the server runs."""
+        """Returns a number for the emissions of one prompt, unique while the server runs."""
         return next(self._indices)
 
     def start(self) -> None:
@@ -102,7 +101,7 @@ class Scheduler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after its present step; jobs that still run receive an error."""
+        """Ends the thread after the current step; running jobs receive an error."""
         self._commands.put(self._stop)
         self._thread.join()
 
@@ -119,7 +118,7 @@ class Scheduler:
         self._commands.put(lambda: self._admit(job))
 
     def cancel(self, job: Job) -> None:
-        """Frees what a job holds before the next step; a job that has ended is left alone."""
+        """Frees a job's slots before the next step; ignores a job that has ended."""
         self._commands.put(lambda: self._drop(job))
 
     # -- in the worker's thread ----------------------------------------------------------------
@@ -139,7 +138,7 @@ class Scheduler:
                 self._end_all(RuntimeError("the server failed in a step; see its log"))
 
     def _obey(self) -> None:
-        """Carries out the commands that have arrived; waits for one while there is nothing to do."""
+        """Runs the queued commands; waits for one while idle."""
         idle = not self._scoring and (self._batch is None or not self._batch.busy)
         try:
             while True:
@@ -174,7 +173,7 @@ class Scheduler:
         job, index, chunks = self._scoring[0]
         try:
             found = next(chunks)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
+        except Exception as error:  # noqa: BLE001 - any error ends this job alone
             self._drop(job, error)
             return
         if found is None:
@@ -211,7 +210,7 @@ class Scheduler:
             del self._jobs[job]
 
     def _drop(self, job: Job, error: Exception | None = None) -> None:
-        """Ends what is left of a job, and tells it why if there is an error."""
+        """Ends the rest of a job, and delivers the error if there is one."""
         for emission in list(self._jobs.get(job, ())):
             if self._batch is not None:
                 self._batch.cancel(emission)

@@ -16,52 +16,26 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
-from aquiline.engine.emission import Emission
-from aquiline.engine.request import StreamEvent, fresh_seed
+from aquiline.engine.emission import Emission, outputs_of
+from aquiline.engine.request import StreamEvent
 from aquiline.engine.text import encode_prompt
 from aquiline.loading import Loaded
-from aquiline.serve.answers import Answer
+from aquiline.serve.answers import Answer, EventStream
 from aquiline.serve.asked import Asked, read_chat, read_completion
 from aquiline.serve.fields import ApiError, Disconnected, Fields, flag, parse_json, text, token_ids
-from aquiline.serve.guard import Guard
+from aquiline.serve.guard import Guard, ServerSettings
 from aquiline.serve.scheduler import Busy, Delivery, Job, Scheduler
 
 logger = logging.getLogger("aquiline")
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """How a server answers.
-
-    Attributes:
-        host: address that it binds.
-        port: port; 0 chooses a free one.
-        model: name of the model that clients send.
-        api_key: the key that requests must carry, or None.
-        origins: web pages (scheme://host:port) that may call it, beside its own.
-        max_queue: outputs that may wait for a slot.
-        timeout: seconds that a request may take, > 0.
-        max_body: largest body in bytes.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model: str = "model"
-    api_key: str | None = None
-    origins: tuple[str, ...] = ()
-    max_queue: int = 64
-    timeout: float = 600.0
-    max_body: int = 4 << 20
-
-
 @dataclass(eq=False)
 class Server:
-    """What the endpoints share.
+    """The endpoints and their shared state.
 
     Attributes:
-        settings: the settings.
         loaded: the model, or None while it loads.
-        scheduler: the worker, from the same moment on.
+        scheduler: the worker, or None while the model loads.
         created: seconds since the epoch, in /v1/models.
     """
 
@@ -71,10 +45,10 @@ class Server:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def ready(self, loaded: Loaded) -> None:
-        """Begins to serve a model."""
+        """Starts serving a model."""
         if loaded.tokenizer is None:
             raise ValueError("a server needs a tokenizer; give a target folder that has one")
-        self.scheduler = Scheduler(loaded.engine, self.settings.max_queue, self.settings.model)
+        self.scheduler = Scheduler(loaded.engine, self.settings.max_queue, self.settings.served_model_name)
         self.scheduler.start()
         self.loaded = loaded
 
@@ -103,7 +77,7 @@ class Server:
         if path.startswith("/v1/models/"):
             path, routes = "", {"": ("GET", self._model)}
         if path not in routes:
-            raise ApiError(404, f"there is no such path; allowed: {', '.join(routes)}", code="not_found")
+            raise ApiError(404, f"the path is unknown; allowed: {', '.join(routes)}", code="not_found")
         allowed, endpoint = routes[path]
         if method != allowed:
             raise ApiError(405, f"the method is {method[:20]}; allowed: {allowed}", code="method_not_allowed")
@@ -114,7 +88,7 @@ class Server:
         if self.scheduler is not None:
             self.scheduler.metrics.refuse(status)
 
-    # -- what is asked for in passing -----------------------------------------------------------
+    # -- the small endpoints ---------------------------------------------------------------------
 
     def _parts(self) -> tuple[Loaded, Scheduler]:
         if self.loaded is None or self.scheduler is None:
@@ -145,7 +119,7 @@ class Server:
     def _card(self) -> dict[str, Any]:
         loaded, _ = self._parts()
         return {
-            "id": self.settings.model,
+            "id": self.settings.served_model_name,
             "object": "model",
             "created": self.created,
             "owned_by": "aquiline",
@@ -154,9 +128,9 @@ class Server:
         }
 
     def _check_model(self, name: Any) -> None:
-        if name is not None and name != self.settings.model:
+        if name is not None and name != self.settings.served_model_name:
             shown = json.dumps(name)[:100]
-            message = f"model is {shown}; allowed: {json.dumps(self.settings.model)}"
+            message = f"model is {shown}; allowed: {json.dumps(self.settings.served_model_name)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def _tokenize(self, request: HttpRequest) -> Response:
@@ -199,11 +173,11 @@ class Server:
         body = parse_json(await request.body())
         if isinstance(body, dict):
             self._check_model(body.get("model"))
-        # Tokenizing and compiling a grammar take a while: other requests go on meanwhile.
+        # In a thread, because tokenizing and compiling a grammar take a while.
         asked = await asyncio.to_thread(read, loaded, body)
         emissions = await asyncio.to_thread(_emissions, loaded, scheduler, asked)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        answer = Answer(chat, name, self.settings.model, asked, emissions, loaded.tokenizer)
+        answer = Answer(chat, name, self.settings.served_model_name, asked, emissions, loaded.tokenizer)
         run = _Run(scheduler, answer, asked, emissions, self.settings.timeout)
         request.scope["aquiline"] = run.usage
         deliveries = run.deliveries(request.receive)
@@ -213,8 +187,8 @@ class Server:
             await deliveries.aclose()
             raise
         if asked.stream:
-            return _EventStream(answer, first, deliveries)
-        answer.begin_whole()
+            return EventStream(answer, first, deliveries)
+        answer.first()  # with `echo`, the prompts precede the completions
         answer.take(first)
         async for delivery in deliveries:
             answer.take(delivery)
@@ -226,12 +200,8 @@ def _emissions(loaded: Loaded, scheduler: Scheduler, asked: Asked) -> list[Emiss
     count = sum(request.params.n for request in asked.requests)
     if count > scheduler.limit:
         raise ApiError(400, f"{count} outputs in one request; allowed: {scheduler.limit}; send fewer", param="n")
-    made = []
-    for request in asked.requests:
-        seed = fresh_seed() if request.params.seed is None else request.params.seed
-        index = scheduler.next_index()
-        made += [Emission(loaded.engine, request, index, sample, seed) for sample in range(request.params.n)]
-    return made
+    made = [outputs_of(loaded.engine, request, scheduler.next_index()) for request in asked.requests]
+    return [emission for outputs in made for emission in outputs]
 
 
 @dataclass(eq=False)
@@ -245,21 +215,16 @@ class _Run:
     timeout: float
 
     def usage(self) -> dict[str, Any]:
-        """What the access log says of it."""
+        """Returns the token counts for the access log."""
         found = self.answer.usage()
         return {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
 
     async def deliveries(self, receive: Callable[[], Awaitable[Any]]) -> AsyncGenerator[Any, None]:
-        """Submits the job and yields what it receives; leaving it, or the client's leaving, cancels the job.
-
-        Raises:
-            ApiError: if the job ends with an error.
-            Disconnected: if the client leaves.
-        """
+        """Submits the job and yields its deliveries; closing the generator cancels the job."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Delivery]()
 
         def deliver(delivery: Delivery) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits
+            with suppress(RuntimeError):  # the loop has ended, so nothing waits
                 loop.call_soon_threadsafe(arrived.put_nowait, delivery)
 
         score = self.asked.requests[0].params.logprobs if self.asked.echo else None
@@ -294,7 +259,7 @@ async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 def _worded(error: Exception) -> ApiError:
-    """The error that a client sees for what ended its request."""
+    """Returns the error that the client sees."""
     if isinstance(error, TimeoutError):
         return ApiError(504, f"{error}; ask for fewer tokens, or raise the server's --timeout", "timeout_error")
     if isinstance(error, MemoryError):
@@ -304,38 +269,6 @@ def _worded(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; see its log", "server_error")
 
 
-class _EventStream(Response):
-    """Server-sent events for what a run delivers."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, answer: Answer, first: Any, deliveries: AsyncGenerator[Any, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._answer, self._first, self._deliveries = answer, first, deliveries
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
-        async def write(chunks: list[dict[str, Any]]) -> None:
-            data = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-
-        try:
-            await write([*self._answer.first(), *self._answer.take(self._first)])
-            async for delivery in self._deliveries:
-                await write(self._answer.take(delivery))
-            await write(self._answer.last())
-        except ApiError as error:
-            await write([error.body])
-        except Disconnected:
-            return
-        finally:
-            await self._deliveries.aclose()
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
 def answer_json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer; lone surrogates in a client's own words stay escaped."""
+    """Builds a JSON answer; lone surrogates from the client's own text stay escaped."""
     return Response(json.dumps(body), status, headers, "application/json")

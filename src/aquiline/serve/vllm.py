@@ -41,7 +41,6 @@ def vllm_command(
         target: the target's folder.
         head: the head's folder, of any dialect.
         num_draft_tokens: length of the draft chains, ≥ 1.
-        flags: passed through to `vllm serve`.
         program: the vLLM program; None searches for it.
 
     Raises:
@@ -86,11 +85,7 @@ def served_head(head: str | Path, target: str | Path) -> tuple[Path, str]:
 
 
 def find_vllm() -> str:
-    """Returns the vLLM program: `AQUILINE_VLLM`, else `vllm` on the path.
-
-    Raises:
-        ValueError: if neither exists.
-    """
+    """Returns the vLLM program: `AQUILINE_VLLM`, else `vllm` on the path."""
     found = os.environ.get(PROGRAM_VARIABLE) or shutil.which("vllm")
     if not found or not shutil.which(found):
         where = f"{PROGRAM_VARIABLE} is {found!r}, which is not a program" if found else "`vllm` is not on the path"
@@ -117,7 +112,7 @@ def serve_words(program: str) -> list[str]:
 
 
 def launch(command: Sequence[str]) -> None:
-    """Replaces this process with the server, which then receives signals and sets the exit code."""
+    """Replaces this process with the server, so that signals and the exit code are the server's."""
     os.execvp(command[0], list(command))
 
 

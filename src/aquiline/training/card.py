@@ -31,7 +31,7 @@ def write_card(run: Run) -> Path:
         The file.
     """
     path = run.output / "head" / "README.md"
-    sections = [_title(run), _quality(run.measured)]
+    sections = [_title(run), _quality(run.measured, run.settings.kind != "small-model")]
     sections += [_calibration(run.measured)] if run.measured else []
     sections.append(_recipe(run))
     write_text(path, "\n\n".join(sections) + "\n")
@@ -47,7 +47,8 @@ def _title(run: Run) -> str:
     )
 
 
-def _quality(acceptance: Mapping[str, Acceptance]) -> str:
+def _quality(acceptance: Mapping[str, Acceptance], trees: bool) -> str:
+    """Tabulates the acceptance; `trees`: the drafts can be trees, too."""
     title = "## Acceptance on held-out conversations"
     if not acceptance:
         return f"{title}\n\nNot measured: no conversation was held out."
@@ -58,14 +59,15 @@ def _quality(acceptance: Mapping[str, Acceptance]) -> str:
         "n-α: share accepted at depth n+1 of those accepted at depth n, greedy chain. τ: tokens "
         "per target forward, the target's own included.",
         "",
-        f"| data | positions | {' | '.join(f'{n}-α' for n in range(depths))} | τ chain of {depths} | τ fixed tree |",
-        "|---" * (depths + 4) + "|",
+        f"| data | positions | {' | '.join(f'{n}-α' for n in range(depths))} | τ chain of {depths} |"
+        + " τ fixed tree |" * trees,
+        "|---" * (depths + 3 + trees) + "|",
     ]
     for name, measured in acceptance.items():
         alphas = " | ".join(f"{alpha:.3f}" for alpha in measured.alphas[:depths])
         lines.append(
-            f"| {Path(name).name} | {measured.positions:,} | {alphas} | {measured.tau_chain:.2f} | "
-            f"{measured.tau_tree:.2f} |"
+            f"| {Path(name).name} | {measured.positions:,} | {alphas} | {measured.tau_chain:.2f} |"
+            + f" {measured.tau_tree:.2f} |" * trees
         )
     return "\n".join(lines)
 

@@ -101,7 +101,9 @@ def test_measured_acceptance_is_that_of_the_loop() -> None:
             drafter = ParallelDrafter(ParallelHeads(made.network), target, Chain(3))
             state = decode.new_state(target, drafter, 1, 80)
             text = prompt + answer[:start]
-            decode.prefill(target, drafter, state, 0, decode.Occupant(text, tiny.chooser(text), GenerationStats()))
+            list(
+                decode.prefill(target, drafter, state, 0, decode.Occupant(text, tiny.chooser(text), GenerationStats()))
+            )
             tree = drafter.propose(rows_of(text + answer[start : start + 1]), state.drafter_state)
             for depth in range(3):
                 if start + 1 + depth >= len(answer):
