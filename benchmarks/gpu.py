@@ -194,9 +194,9 @@ def training(options: argparse.Namespace) -> dict[str, float] | None:
     if options.data is None:
         return None
     from aquiline.models.resolve import resolve_target
-    from aquiline.training.loop import optimiser_step
     from aquiline.training.run import start_run
     from aquiline.training.settings import TrainSettings
+    from aquiline.training.step import optimiser_step
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(resolve_target(options.target))

@@ -23,9 +23,9 @@ import torch
 
 from aquiline.models.embedded import fetch_embedded
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
-from aquiline.training.loop import optimiser_step
 from aquiline.training.run import keep_freed_memory, start_run
 from aquiline.training.settings import TrainSettings
+from aquiline.training.step import optimiser_step
 
 RESULTS = Path(__file__).parent / "results"
 

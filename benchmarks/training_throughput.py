@@ -26,9 +26,9 @@ import torch
 from aquiline.drafters.eagle_network import HeadConfig
 from aquiline.models.embedded import fetch_embedded
 from aquiline.targets.decoder import DecoderConfig
-from aquiline.training.loop import optimiser_step
 from aquiline.training.run import Run, keep_freed_memory, start_run
 from aquiline.training.settings import TrainSettings
+from aquiline.training.step import optimiser_step
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -27,8 +27,9 @@ from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training import run as training_run
 from aquiline.training.data.dataset import open_training_set
-from aquiline.training.loop import TrainingDiverged, train
+from aquiline.training.loop import train
 from aquiline.training.settings import EAGLE, KINDS, PARALLEL, TrainSettings, settings_record
+from aquiline.training.step import TrainingDiverged
 from tests import tiny
 from tests.drafters.loop import assert_equal_to_plain
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target

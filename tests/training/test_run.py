@@ -21,10 +21,11 @@ from aquiline.models.files import locked
 from aquiline.training import feature_folder
 from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import SplitCounts, SplitWriter, open_training_set
-from aquiline.training.loop import TrainingDiverged, train
+from aquiline.training.features import positions_to_keep
+from aquiline.training.loop import train
 from aquiline.training.metrics import StepReport, append_metrics
-from aquiline.training.run import positions_to_keep
 from aquiline.training.settings import KINDS, TrainSettings
+from aquiline.training.step import TrainingDiverged
 from aquiline.training.stream import open_sets
 from tests.training.tiny_training import tiny_settings, write_set, write_target
 
@@ -56,7 +57,7 @@ def with_empty(base: Path, folder: Path, split: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_length": 100_000}, r"max_length is 100000, the target's context \d+ tokens; lower it"),
+        ({"max_length": 100_000}, r"max_length is 100000; allowed: ≤ \d+, .*; lower it"),
         ({"layers": (1, 99)}, r"unknown target feature 99; allowed: 0 …"),
         ({"validation": ("nowhere",)}, r"nowhere is not a training set"),
     ],
@@ -156,7 +157,7 @@ def test_a_resume_may_change_what_moves_no_bit(base: Path, tmp_path: Path, capsy
     write_set(tmp_path / "other", conversations=2, length=18, seed=3)
     settings = run(base, "moved", features=str(tmp_path / "one"))
     train(settings, resume=True)
-    assert "there is no checkpoint in" in capsys.readouterr().out
+    assert "holds no checkpoint to resume" in capsys.readouterr().out
     changes = {"features": str(tmp_path / "two"), "validation": (str(tmp_path / "other"),), "recompute": True}
     train(dataclasses.replace(settings, **changes), resume=True)
     assert "there is no checkpoint" not in capsys.readouterr().out

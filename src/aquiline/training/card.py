@@ -1,4 +1,4 @@
-"""The model card that a trained head carries."""
+"""Writes the model card of a trained head."""
 
 from __future__ import annotations
 

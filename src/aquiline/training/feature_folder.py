@@ -1,4 +1,4 @@
-"""The folder that keeps the target's features: it fills while training, and later epochs read it."""
+"""Stores the target's features in a folder, which fills while training and which later epochs read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARD_BYTES = 256 << 20
 def feature_stamp(
     fingerprint: str, features: Sequence[Feature], data: Mapping[str, str], max_length: int
 ) -> dict[str, Any]:
-    """What a feature folder depends on: target, features, data sets by name, and the cut."""
+    """Identifies the inputs of a feature folder: target, features, data sets by name, and the cut."""
     return {
         "format": "aquiline-features-1",
         "target": fingerprint,
@@ -39,7 +39,7 @@ class FeatureStore:
 
     Attributes:
         folder: where ``stamp.json`` and ``shard-*.safetensors`` lie.
-        stamp: see `feature_stamp`; a folder with another stamp is refused.
+        stamp: see `feature_stamp`; a folder with another stamp is rejected.
         written: conversation key → shard file.
         pending: features not yet on disk, lost (and recomputed) if the process dies.
         full: the disk had no room; nothing more is written.
@@ -87,7 +87,7 @@ class FeatureStore:
                 self._flush()
 
     def flush(self) -> None:
-        """Writes what is pending, atomically; on a full disk it stops writing and says so."""
+        """Writes the pending features, atomically; on a full disk it prints a message and stops writing."""
         with self._lock:
             self._flush()
 
@@ -136,7 +136,7 @@ def announce_room(store: FeatureStore, wanted: int) -> None:
 
 
 def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:
-    """Opens or starts a feature folder; extra data sets are allowed; new ones are added.
+    """Opens or starts a feature folder; it may hold further data sets, and new ones are added.
 
     Raises:
         ValueError: if the folder was made for another target, data or features.

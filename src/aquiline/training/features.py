@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.layers import DecoderLayer, decoder_layers
 from aquiline.targets.target import Feature, Target, TargetInput
-from aquiline.training.feature_folder import FeatureStore
-from aquiline.training.learners.learner import Example
+from aquiline.training.data.dataset import TrainingSet
+from aquiline.training.feature_folder import FeatureStore, announce_room, feature_stamp, open_features
+from aquiline.training.learners.learner import Example, Learner
 from aquiline.training.processes import gathered, largest
+from aquiline.training.settings import TrainSettings
 
 
 @torch.no_grad()
@@ -51,7 +54,7 @@ Apply = Callable[[Callable[["_Stream"], None], Sequence["_Stream"]], Iterable[No
 
 @dataclass(eq=False)
 class _Stream:
-    """A conversation on its way through the layers: hidden (1, T, H), cos and sin, features taken so far."""
+    """A conversation between two layers: hidden (1, T, H), cos and sin, and the features taken so far."""
 
     hidden: Tensor
     cos: Tensor
@@ -63,7 +66,7 @@ class _Stream:
 def decoder_features(
     target: Decoder, texts: Sequence[Tensor], features: Sequence[Feature], apply: Apply = map
 ) -> list[Tensor]:
-    """Takes conversations through our decoder, all of them layer by layer, each for itself.
+    """Runs conversations through our decoder layer by layer, each on its own.
 
     Without the cache: fused causal attention, no logits. Processes that share a target call this
     together, with as many conversations as each has.
@@ -82,7 +85,7 @@ def decoder_features(
         positions = torch.arange(len(tokens), device=tokens.device)[None]
         streams.append(_Stream(target.embed_tokens(tokens[None]), *target.rotary(positions, len(tokens))))
     for i, _ in enumerate(gathered(list(target.layers))):
-        for _ in apply(partial(_take_and_go_on, target, i, i in features), streams):
+        for _ in apply(partial(_advance, target, i, i in features), streams):
             pass
     for stream in streams:
         stream.taken[target.config.num_layers] = stream.hidden
@@ -92,7 +95,7 @@ def decoder_features(
 
 
 @torch.no_grad()
-def _take_and_go_on(target: Decoder, i: int, take: bool, stream: _Stream) -> None:
+def _advance(target: Decoder, i: int, take: bool, stream: _Stream) -> None:
     if take:
         stream.taken[i] = stream.hidden
     rotation = (stream.cos, stream.sin) if target.config.rotary[i] else None
@@ -155,7 +158,7 @@ def conversation_key(source: int, index: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FeatureSource:
-    """Where the features of a run's conversations come from.
+    """Computes or reads the features of a run's conversations.
 
     Attributes:
         target: frozen.
@@ -174,13 +177,41 @@ class FeatureSource:
     seed: int
 
     def known(self, key: str) -> Tensor | None:
-        """The (T, F) features of a conversation, where the folder has them."""
+        """The stored (T, F) features of a conversation, or None."""
         return self.store.get(key) if self.store else None
 
     def keep(self, key: str, rows: Tensor) -> None:
-        """Puts features into the folder, where there is one."""
+        """Stores features, if there is a folder."""
         if self.store:
             self.store.put(key, rows.cpu())
+
+
+def open_source(
+    settings: TrainSettings, target: Target, learner: Learner, sets: Sequence[TrainingSet]
+) -> FeatureSource:
+    """Opens the features of a run, and their folder if the settings name one.
+
+    Raises:
+        ValueError: for a folder of another target or other data, and for a disk without room.
+    """
+    layout: tuple[Feature, ...] = tuple(dict.fromkeys((*learner.features, *settings.keep_layers, "final")))
+    store: FeatureStore | None = None
+    if settings.features is not None:
+        fingerprints = {str(i): s.fingerprint for i, s in enumerate(sets)}
+        stamp = feature_stamp(learner.fingerprint, layout, fingerprints, settings.max_length)
+        store = open_features(settings.features, stamp)
+        layout = store.layout
+        size = len(layout) * target.shape.hidden_size * target.dtype.itemsize
+        announce_room(store, positions_to_keep(sets, settings) * size)
+    return FeatureSource(target, layout, learner.features, store, settings.feature_noise, settings.seed)
+
+
+def positions_to_keep(sets: Sequence[TrainingSet], settings: TrainSettings) -> int:
+    """Upper bound on the positions whose features a run stores: those of its sets, or of its length."""
+    limits = settings.limit_conversations or (0,) * len(sets)
+    lengths = [data.lengths.clip(max=settings.max_length) for data in sets]
+    there = sum(int(np.sort(part)[-limit:].sum()) for part, limit in zip(lengths, limits, strict=True))
+    return min(there, settings.total_positions + settings.batch_positions + settings.max_length)
 
 
 def features_ahead(

@@ -1,8 +1,7 @@
-"""The training loop: steps, validation, checkpoints, the decay that can be asked for, and an orderly end."""
+"""Runs the training loop: steps, validation, checkpoints, the decay on request, and an orderly end."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -13,43 +12,27 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from aquiline.drafters.eagle_network import HeadConfig, Network, build_network
 from aquiline.models.files import locked
 from aquiline.training.card import write_card
-from aquiline.training.features import add_features, conversation_key, features_ahead
-from aquiline.training.learners.learner import Example, gradients, refresh
-from aquiline.training.metrics import StepReport, divergence, log_acceptance, log_step, name_unmeasured
-from aquiline.training.optim import set_rate
-from aquiline.training.processes import largest, take_from_main
+from aquiline.training.learners.learner import refresh
+from aquiline.training.metrics import log_acceptance, log_step, name_unmeasured
+from aquiline.training.processes import is_main_process, largest, take_from_main
 from aquiline.training.run import Run, keep_freed_memory, restore, save, start_run
-from aquiline.training.settings import EAGLE, TrainSettings
-from aquiline.training.stream import micro_batches
+from aquiline.training.settings import TrainSettings
+from aquiline.training.step import example_of, optimiser_step, read_text
 from aquiline.training.validation import measure_acceptance, validation_texts
-
-__all__ = ["TrainReport", "TrainingDiverged", "optimiser_step", "train"]
-
-
-Place = tuple[int, int]
-"""Where a conversation lies: the number of its set, and its index there."""
-
-Text = tuple[Tensor, Tensor]
-"""Tokens (n,) int64 and mask (n,) bool of a conversation."""
-
-
-class TrainingDiverged(RuntimeError):
-    """The loss or the gradient is not finite; the last checkpoint is the last good state."""
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a run did.
+    """Result of a call of `train`.
 
     Attributes:
-        steps: optimiser steps in all.
-        positions: positions seen in all.
-        seconds: wall-clock of this call.
+        steps: optimiser steps of the run, resumed ones included.
+        positions: positions seen, likewise.
+        seconds: wall-clock time of this call.
         acceptance: per validation set, n-α for n = 0 … (see `aquiline.training.validation`).
         stopped: "finished", or the signal that ended it early.
     """
@@ -83,7 +66,7 @@ def train(
     """
     output = Path(settings.output)
     # Of the processes of one run, the first writes.
-    with locked(output) if os.environ.get("RANK", "0") == "0" else nullcontext():
+    with locked(output) if is_main_process() else nullcontext():
         _make_output(output, resume=resume, overwrite=overwrite)
         return _train(settings, resume, build)
 
@@ -115,13 +98,13 @@ def _train(settings: TrainSettings, resume: bool, build: Callable[[HeadConfig], 
 
 
 def _make_output(output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Makes a run's folder; a run that lies there is resumed, given up, or the reason to stop."""
+    """Creates the output folder; a checkpoint in it is resumed, overwritten or rejected."""
     output.mkdir(parents=True, exist_ok=True)
     if resume or not (output / "checkpoint.pt").is_file():
         return
     if not overwrite:
         raise ValueError(
-            f"{output} holds the checkpoint of a run; continue it (--resume), give it up (--overwrite), or name "
+            f"{output} holds the checkpoint of a run; continue it (--resume), start over (--overwrite), or name "
             "another folder"
         )
     (output / "metrics.jsonl").unlink(missing_ok=True)
@@ -131,9 +114,9 @@ def _is_there(run: Run, checkpoint: Path) -> bool:
     here = int(checkpoint.is_file())
     somewhere, missing = largest(run.accelerator, here, 1 - here)
     if somewhere and missing:
-        raise ValueError(f"{checkpoint} is not seen by every process; give an output folder that all machines share")
+        raise ValueError(f"{checkpoint} is not visible to every process; give an output folder that all machines share")
     if not here and run.main:  # the folder may be the wrong one
-        print(f"there is no checkpoint in {run.output} to resume: the run starts from the beginning", flush=True)
+        print(f"{run.output} holds no checkpoint to resume: the run starts from the beginning", flush=True)
     return bool(here)
 
 
@@ -167,12 +150,12 @@ def _stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 def _fit(run: Run) -> None:
-    """Gives the untrained network a start in closed form from the first conversations of the mixture, and saves it."""
+    """Initialises the network in closed form from the first conversations of the mixture, and saves it."""
     before = run.mixture.state()
     chosen = run.mixture.next_batch(run.learner.fit_positions)
     run.mixture.restore(before)
-    texts = {place: _text(run, *place) for place in chosen}
-    line = run.learner.fit(run.pool.map(_example_of(run, texts), chosen))
+    texts = {place: read_text(run, place) for place in chosen}
+    line = run.learner.fit(run.pool.map(example_of(run, texts), chosen))
     take_from_main(run.accelerator, run.learner.network.parameters())
     if run.main:
         print(line, flush=True)
@@ -202,107 +185,14 @@ def _loop(run: Run) -> None:
         write_card(run)
 
 
-def optimiser_step(run: Run) -> StepReport:
-    """Takes the next batch, sums its gradients and moves the weights.
-
-    Conversations are independent, so each worker thread takes whole micro-batches and computes
-    them with one core: no barriers inside a step. Every process of a distributed run takes
-    every n-th micro-batch of the same batch, and gradients are summed.
-
-    Raises:
-        TrainingDiverged: if the loss or the gradient is not finite.
-    """
-    settings, learner = run.settings, run.learner
-    chosen = run.mixture.next_batch(settings.batch_positions)
-    texts = {place: _text(run, *place) for place in chosen}
-    masks = [texts[place][1] for place in chosen]
-    lengths, counted = [len(mask) for mask in masks], learner.counts(masks)
-    scales = [settings.step_decay**depth / max(1, count) for depth, count in enumerate(counted)]
-    groups = micro_batches(lengths, settings.micro_positions, pack=learner.packs)
-    mine = groups[run.accelerator.process_index :: run.accelerator.num_processes]
-    example = _example_of(run, {chosen[i]: texts[chosen[i]] for group in mine for i in group})
-    for replica in run.replicas:
-        refresh(replica, learner)
-    run.free = list(run.replicas)
-
-    def work(group: list[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        examples = [example(chosen[i]) for i in group]
-        replica = run.free.pop()
-        result = gradients(replica, replica.batch(examples), scales)
-        run.free.append(replica)
-        return result
-
-    sums = torch.zeros(3, learner.depths)
-    parameters = list(learner.network.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    # In the order of the groups, whoever finishes first: the sum is the same for any workers.
-    for loss, losses, hits, grads in run.pool.map(work, mine):
-        sums += torch.stack([losses.float().cpu(), hits.cpu(), torch.full_like(hits.cpu(), loss.item())])
-        for parameter, grad in zip(parameters, grads, strict=True):
-            assert parameter.grad is not None
-            parameter.grad += grad
-    sums = _reduce(run, parameters, sums)
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.clip))
-    _move(run, float(sums[2, 0]), norm)
-    run.seen += sum(lengths)
-    means = sums / torch.tensor(counted).clamp(min=1)
-    return StepReport(float(sums[2, 0]), means[0].tolist(), means[1].tolist(), norm)
-
-
-def _example_of(run: Run, texts: dict[Place, Text]) -> Callable[[Place], Example]:
-    """How a worker makes the example of one of this process's conversations."""
-    ahead: dict[str, Tensor] = {}
-    if run.sharded:
-        tokens = {conversation_key(*place): text[0] for place, text in texts.items()}
-        ahead = features_ahead(run.source, tokens, run.settings.batch_positions, run.accelerator, run.pool.map)
-
-    def example(place: Place) -> Example:
-        torch.set_num_threads(1)
-        return add_features(run.source, conversation_key(*place), *texts[place], step=run.step, ahead=ahead)
-
-    return example
-
-
-def _text(run: Run, source: int, index: int) -> Text:
-    """Tokens and mask of a conversation, cut to the maximal length."""
-    row, length = run.mixture.sets[source][index], run.settings.max_length
-    tokens = torch.from_numpy(row.input_ids[:length]).long().to(run.target.device)
-    return tokens, torch.from_numpy(row.loss_mask[:length]).to(run.target.device)
-
-
-def _reduce(run: Run, parameters: list[torch.nn.Parameter], sums: Tensor) -> Tensor:
-    """Adds up gradients and statistics of all processes."""
-    if run.accelerator.num_processes == 1:
-        return sums
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = torch.cat([g.flatten() for g in grads] + [sums.flatten().to(grads[0].device)])
-    flat = run.accelerator.reduce(flat, reduction="sum")
-    pieces = torch.split(flat, [*(g.numel() for g in grads), sums.numel()])
-    for grad, piece in zip(grads, pieces[:-1], strict=True):
-        grad.copy_(piece.view_as(grad))
-    return torch.as_tensor(pieces[-1]).view_as(sums).cpu()
-
-
-def _move(run: Run, loss: float, norm: float) -> None:
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        init = run.settings.kind in EAGLE
-        raise TrainingDiverged(divergence(run.step + 1, loss, norm, run.output, init=init))
-    set_rate(run.optimisers, run.rate)
-    for optimiser in run.optimisers:
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-    run.step += 1
-
-
 def _heed(run: Run) -> bool:
-    """Does what signals and the file ``decay`` ask for, in all processes at the same step.
+    """Obeys signals and the file ``decay``, in all processes at the same step.
 
     A signal reaches one process earlier than another, or one alone: who left at once would leave
     the others waiting for its gradients.
 
     Returns:
-        Whether the run ends here.
+        True if the run ends here.
     """
     number = signal.Signals[run.stopped] if run.stopped else 0
     asked = _asked_decay(run.output / "decay", int(run.seen * run.settings.decay_share)) if run.main else -1
@@ -320,7 +210,7 @@ def _heed(run: Run) -> bool:
 
 
 def _asked_decay(file: Path, usual: int) -> int:
-    """Positions to go that a file asks for, or -1; the file is removed."""
+    """Reads and removes the file ``decay``; returns the positions that remain, or -1 without a file."""
     if not file.is_file():
         return -1
     text = file.read_text(encoding="utf-8", errors="replace").strip()

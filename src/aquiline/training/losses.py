@@ -1,7 +1,7 @@
-"""Losses of the draft heads, computed where they count and without holding logits twice.
+"""Computes the losses of draft heads at the positions that count, without holding logits twice.
 
-All of them take rows that were gathered beforehand: N rows that count, of hidden size H, over a
-vocabulary of Vd. The softmax runs in float32 whatever the dtype of the matrices.
+The inputs are gathered rows: N rows that count, of hidden size H, over a vocabulary of Vd. The softmax runs in float32
+whatever the dtype of the matrices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run says while it trains: lines of metrics for a file, the terminal and TensorBoard, and its messages."""
+"""Logs a run to its metrics file, the terminal and TensorBoard, and words its messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aquiline.training.run import Run
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did: loss, per depth the loss of the distributions and the accuracy, gradient norm."""
+    """Loss, gradient norm, and per depth the distributions' loss and the accuracy of one step."""
 
     loss: float
     token_loss: list[float]
@@ -24,13 +24,7 @@ class StepReport:
 
 
 def log_step(run: Run, report: StepReport, speed: float) -> None:
-    """Logs a step.
-
-    Args:
-        run: after the step.
-        report: of the step.
-        speed: positions per second so far.
-    """
+    """Logs the last step of a run; `speed` is in positions per second."""
     left = max(0, run.decay_to - run.seen) / speed
     record = {
         "step": run.step,
@@ -52,7 +46,7 @@ def log_step(run: Run, report: StepReport, speed: float) -> None:
 
 
 def log_acceptance(run: Run, path: str, measured: Acceptance, seconds: float) -> None:
-    """Logs what was measured on the validation split of a set."""
+    """Logs the acceptance on a validation split."""
     record = {
         "validation": path,
         "step": run.step,
@@ -122,20 +116,20 @@ def name_unmeasured(run: Run) -> None:
 
 
 def divergence(step: int, loss: float, norm: float, output: Path, *, init: bool) -> str:
-    """Explains a loss or a gradient that is not finite, and how to continue.
+    """Explains a loss or gradient norm that is not finite, and how to continue.
 
     Args:
-        step: in which it happened.
+        step: that diverged.
         loss: of the step.
         norm: of its gradient.
         output: folder of the run.
         init: the method can start from the weights of a head.
     """
-    what = f"step {step}: loss {loss}, gradient norm {norm}; stopped. "
+    told = f"step {step}: loss {loss}, gradient norm {norm}; stopped. "
     if not (output / "checkpoint.pt").is_file():
-        return what + "Nothing was saved yet: start again with a lower learning rate (--lr, --muon-lr)"
+        return told + "Nothing was saved yet: start again with a lower learning rate (--lr, --muon-lr)"
     weights = f" from its weights (--init {output / 'head'})" if init else ""
     return (
-        f"{what}The last checkpoint is good: start in another folder{weights} with a lower learning rate "
+        f"{told}The last checkpoint is good: start in another folder{weights} with a lower learning rate "
         "(--lr, --muon-lr)"
     )

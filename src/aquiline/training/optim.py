@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest, and a warm-up, stable, decay schedule.
+"""Optimises matrices with Muon and the rest with AdamW, on a warm-up, stable, decay schedule.
 
 Source: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/); schedule:
 MiniCPM (arXiv 2404.06395).
@@ -104,7 +104,7 @@ def rate_factor(seen: int, *, warmup: int, decay_from: int, decay_to: int, peak:
         warmup: positions of the warm-up.
         decay_from: where the decay begins.
         decay_to: where the rate reaches 0.
-        peak: factor before the decay; below 1 where a decay was prolonged half-way.
+        peak: factor before the decay; below 1 if a running decay was prolonged.
     """
     rising = min(1.0, (seen + 1) / warmup) if warmup > 0 else 1.0
     if seen < decay_from:

@@ -1,6 +1,6 @@
-"""The processes of one training run: what they agree on, and a frozen target spread over them.
+"""Synchronises the processes of a training run, and shards a frozen target over them.
 
-The target is what is large; the head is small and stays whole in every process. Each process
+The target is large; the head is small and stays whole in every process. Each process
 keeps 1/n of every layer (FSDP2) and gathers one layer at a time, the next one meanwhile::
 
     process 0   [L0 L1 L2 …]/2     L0 whole: all its conversations go through ─▶ L1 whole: … ─▶
@@ -29,7 +29,7 @@ _OTHER_ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGAT
 
 
 def start_processes() -> Any:
-    """Joins the processes that `torchrun` or `accelerate launch` started; the accelerator knows them.
+    """Joins the processes that `torchrun` or `accelerate launch` started; returns the accelerator.
 
     Raises:
         ValueError: if accelerate was configured for an engine that takes the training loop over.
@@ -37,8 +37,8 @@ def start_processes() -> Any:
     for variable, engine in _OTHER_ENGINES.items():
         if _is_set(variable):
             raise ValueError(
-                f"accelerate is configured for {engine}, which this training does not use; launch with torchrun, or "
-                "answer `accelerate config` with several processes or FSDP"
+                f"accelerate is configured for {engine}; allowed: several processes, or FSDP; launch with torchrun, or "
+                "change `accelerate config`"
             )
     from accelerate import Accelerator
 
@@ -46,7 +46,7 @@ def start_processes() -> Any:
 
 
 def shards_target(asked: bool, processes: int) -> bool:
-    """Whether the target's layers are spread: asked for here or in accelerate's configuration.
+    """Decides whether to shard the target: by the setting, or by accelerate's configuration.
 
     Args:
         asked: the setting `shard_target`.
@@ -72,7 +72,7 @@ def _is_set(variable: str) -> bool:
 
 
 def is_main_process() -> bool:
-    """Whether this process reports; known from the launcher's environment, before anything has started."""
+    """True in the process that reports; read from the launcher's environment, before anything has started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -192,7 +192,7 @@ def gathered(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def is_sharded(layer: nn.Module) -> bool:
-    """Whether a layer is spread over processes. Asked by name: FSDP's module is slow to import."""
+    """True for a sharded layer; tested by name, because FSDP's module is slow to import."""
     return hasattr(layer, "unshard")
 
 

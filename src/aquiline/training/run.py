@@ -1,4 +1,4 @@
-"""A training run: everything that changes while it trains, how it starts, and its checkpoint."""
+"""Starts, saves and restores training runs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +21,9 @@ from aquiline.models.files import replacing
 from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.loading import load_target
-from aquiline.targets.target import Feature, Target, check_features
+from aquiline.targets.target import Target, check_features
 from aquiline.training.data.dataset import TrainingSet
-from aquiline.training.feature_folder import FeatureStore, announce_room, feature_stamp, open_features
-from aquiline.training.features import FeatureSource
+from aquiline.training.features import FeatureSource, open_source
 from aquiline.training.learners.eagle import EagleLearner, LossSettings
 from aquiline.training.learners.eagle_start import new_head
 from aquiline.training.learners.learner import Acceptance, Learner
@@ -46,12 +44,12 @@ class Run:
     """A training run in progress.
 
     Attributes:
-        settings: what was asked.
-        sets: what it learns from and is measured on.
+        settings: of the run.
+        sets: training and validation sets.
         learner: the float32 master weights with their loss.
         optimisers: of the masters.
-        mixture: which conversations come when.
-        source: where their features come from; holds the frozen target.
+        mixture: order of the conversations.
+        source: of their features; holds the frozen target.
         replicas: copies of the learner in the compute dtype, one per worker.
         pool: the workers.
         accelerator: knows the processes of a distributed run.
@@ -85,7 +83,7 @@ class Run:
 
     @property
     def main(self) -> bool:
-        """Whether this process logs and saves."""
+        """True in the process that logs and saves."""
         return bool(self.accelerator.is_main_process)
 
     @property
@@ -106,11 +104,7 @@ class Run:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to reuse freed memory instead of returning it to the system.
-
-    The loop frees and allocates the same tens of megabytes all the time; getting them back from
-    the kernel means zeroing every page again.
-    """
+    """Tells glibc to keep freed memory: each step reuses it, and new pages would have to be zeroed."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -141,11 +135,9 @@ def start_run(settings: TrainSettings, build: Callable[[HeadConfig], Network] = 
     sets = list(opened.train)
     learner = _new_learner(settings, target, sets, build)
     take_from_main(accelerator, learner.network.parameters())
-    named = list(learner.network.named_parameters())
+    named = learner.network.named_parameters()
     weights = settings.data_weights or tuple(float(s.lengths.sum()) for s in sets)
-    on_cpu = accelerator.device.type == "cpu"
-    cores = len(os.sched_getaffinity(0)) // accelerator.num_processes if on_cpu else 1
-    workers = settings.workers or max(1, cores)
+    workers = settings.workers or _cores(accelerator)
     # Grown here, before several threads would grow it at once.
     if isinstance(target, Decoder):
         target.rotary(torch.arange(settings.max_length, device=accelerator.device), settings.max_length)
@@ -155,7 +147,7 @@ def start_run(settings: TrainSettings, build: Callable[[HeadConfig], Network] = 
         learner=learner,
         optimisers=make_optimisers(named, settings.lr, settings.muon_lr, settings.weight_decay),
         mixture=Mixture(sets, weights, settings.max_length, settings.seed, settings.limit_conversations),
-        source=_source(settings, target, learner, sets),
+        source=open_source(settings, target, learner, sets),
         replicas=[learner.replica() for _ in range(workers)],
         pool=ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)),
         accelerator=accelerator,
@@ -165,6 +157,12 @@ def start_run(settings: TrainSettings, build: Callable[[HeadConfig], Network] = 
     )
 
 
+def _cores(accelerator: Any) -> int:
+    """CPU cores for this process, of those of all; 1 if another device computes."""
+    on_cpu = accelerator.device.type == "cpu"
+    return max(1, len(os.sched_getaffinity(0)) // accelerator.num_processes) if on_cpu else 1
+
+
 def _new_learner(
     settings: TrainSettings, target: Target, sets: list[TrainingSet], build: Callable[[HeadConfig], Network]
 ) -> Learner:
@@ -172,8 +170,8 @@ def _new_learner(
         return _new_eagle(settings, target, sets, build)
     if not isinstance(target, Decoder):
         raise ValueError(
-            f"{settings.target}: only transformers computes this target, and kind {settings.kind} needs one that our "
-            "own decoder computes; train an EAGLE head (kind eagle3)"
+            f"kind is {settings.kind}; allowed: {' and '.join(EAGLE)} for {settings.target}, which only transformers "
+            "computes; train an EAGLE head"
         )
     vocabulary = _loss_vocabulary(settings, target, sets)
     rows, fingerprint = read_out_rows(target, vocabulary), target_fingerprint(Path(settings.target))
@@ -225,32 +223,11 @@ def _loss_vocabulary(settings: TrainSettings, target: Target, sets: list[Trainin
     return draft_vocabulary(sets, size, target.shape.vocab_size) if size < target.shape.vocab_size else None
 
 
-def _source(settings: TrainSettings, target: Target, learner: Learner, sets: list[TrainingSet]) -> FeatureSource:
-    layout: tuple[Feature, ...] = tuple(dict.fromkeys((*learner.features, *settings.keep_layers, "final")))
-    store: FeatureStore | None = None
-    if settings.features is not None:
-        fingerprints = {str(i): s.fingerprint for i, s in enumerate(sets)}
-        stamp = feature_stamp(learner.fingerprint, layout, fingerprints, settings.max_length)
-        store = open_features(settings.features, stamp)
-        layout = store.layout
-        size = len(layout) * target.shape.hidden_size * target.dtype.itemsize
-        announce_room(store, positions_to_keep(sets, settings) * size)
-    return FeatureSource(target, layout, learner.features, store, settings.feature_noise, settings.seed)
-
-
-def positions_to_keep(sets: Sequence[TrainingSet], settings: TrainSettings) -> int:
-    """The most positions whose features a run can come to: those of its sets, or of its length."""
-    limits = settings.limit_conversations or (0,) * len(sets)
-    lengths = [data.lengths.clip(max=settings.max_length) for data in sets]
-    there = sum(int(np.sort(part)[-limit:].sum()) for part, limit in zip(lengths, limits, strict=True))
-    return min(there, settings.total_positions + settings.batch_positions + settings.max_length)
-
-
 def _check_lengths(settings: TrainSettings, target: Target) -> None:
     shape = target.shape
     if settings.max_length > shape.max_positions:
         raise ValueError(
-            f"max_length is {settings.max_length}, the target's context {shape.max_positions} tokens; lower it"
+            f"max_length is {settings.max_length}; allowed: ≤ {shape.max_positions}, the target's context; lower it"
         )
     check_features((*(settings.layers or ()), *settings.keep_layers), shape.num_layers)
 
@@ -259,7 +236,7 @@ def save(run: Run) -> bool:
     """Writes the features so far, the checkpoint and the head, each atomically.
 
     Returns:
-        False where the disk had no room; what was saved before is untouched then.
+        False if the disk had no room; the previous checkpoint is then untouched.
     """
     if run.source.store:
         run.source.store.flush()
@@ -293,8 +270,8 @@ def restore(run: Run, path: Path) -> None:
     state: dict[str, Any] = torch.load(path, weights_only=True, map_location=run.target.device)
     if "peak" not in state:
         raise ValueError(
-            f"{path} was written by an older version, whose {run.settings.kind} checkpoints hold no decay; start over "
-            "in another folder, or finish the run with that version"
+            f"{path} was written by an older version, whose checkpoints hold no decay; start over in another folder, "
+            "or finish the run with that version"
         )
     different = changed_settings(run.settings, state["settings"])
     if different:

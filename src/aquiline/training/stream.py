@@ -1,4 +1,4 @@
-"""The data of a run: its sets, checked before anything is computed, and which conversations make up which step."""
+"""Opens and checks the data sets of a run, and draws the conversations of each step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SHORTEST = 3
 
 @dataclass(frozen=True, eq=False)
 class RunSets:
-    """What a run learns from, and by path what it is measured on: sets that hold a conversation."""
+    """Training sets, and by path the validation sets that hold a conversation."""
 
     train: tuple[TrainingSet, ...]
     validation: Mapping[str, TrainingSet]
 
     @property
     def fingerprints(self) -> list[str]:
-        """Of the sets it learns from: a checkpoint's place in the data means something in these alone."""
+        """Fingerprints of the training sets, without which a checkpoint's place in the data means nothing."""
         return [data.fingerprint for data in self.train]
 
     def empty(self, asked: Sequence[str]) -> list[str]:
-        """Those of the asked validation sets that hold nothing to measure."""
+        """The requested validation sets without a conversation to measure."""
         return [path for path in asked if path not in self.validation]
 
 
@@ -77,7 +77,7 @@ def check_sets(sets: RunSets, checkpoint: Mapping[str, Any], path: Path) -> None
 
     Args:
         sets: of the run now.
-        checkpoint: what was saved; before sets were recorded there, nothing is checked.
+        checkpoint: the saved state; old ones hold no fingerprints, and are not checked.
         path: of the checkpoint.
 
     Raises:
@@ -88,8 +88,8 @@ def check_sets(sets: RunSets, checkpoint: Mapping[str, Any], path: Path) -> None
     changed = [str(part.path) for part, now, then in pairs if now != then]
     if changed:
         raise ValueError(
-            f"{', '.join(changed)} was prepared again since {path} was written, and its place in the data is "
-            "meaningless there; put the set back, or start over in another folder"
+            f"{', '.join(changed)} was prepared again since {path} was written, whose place in the data is now "
+            "meaningless; put the set back, or start over in another folder"
         )
 
 
@@ -126,12 +126,8 @@ class Mixture:
         self.weights, self.drawn = list(weights), [0] * len(self.sets)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue exactly here."""
-        return {
-            "cursors": list(self.cursors),
-            "drawn": list(self.drawn),
-            "weights": list(self.weights),
-        }
+        """The state from which a checkpoint continues exactly here."""
+        return {"cursors": list(self.cursors), "drawn": list(self.drawn), "weights": list(self.weights)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken."""
@@ -164,14 +160,10 @@ class Mixture:
         self.cursors[source] += 1
         if (source, epoch) not in self._orders:
             self._orders = {k: v for k, v in self._orders.items() if k[0] != source}
-            subset = self._subset(source)[:size]
+            subset = self._shuffled(len(self.sets[source]), source, 0)[:size]
             order = self._shuffled(size, source, epoch) if epoch else range(size)
             self._orders[source, epoch] = [subset[i] for i in order]
         return self._orders[source, epoch][place]
-
-    def _subset(self, source: int) -> list[int]:
-        """All conversations of a set; a limit takes the first of them."""
-        return self._shuffled(len(self.sets[source]), source, 0)
 
     def _size(self, source: int) -> int:
         size = len(self.sets[source])

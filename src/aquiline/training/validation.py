@@ -1,10 +1,9 @@
-"""Acceptance of a draft on held-out conversations, without an engine.
+"""Measures the acceptance of a draft on held-out conversations, without an engine.
 
-On the target's own greedy words the unrolled depths are the draft chain as long as it is right:
-the token that depth i+1 reads is the one that depth i should have drafted. So the chain from position t
-reaches depth n+1 if its first n+1 drafts are all right, and n-α = P(depth n+1 | depth n). On other
-people's words that holds only while they are also the target's; a chain is followed no further
-than that. Chains begin at every assistant token here, in an engine where the last one ended.
+On the target's own greedy text the unrolled depths are the draft chain as long as it is right: depth i+1 reads the
+token that depth i should have drafted. So the chain from position t reaches depth n+1 if its first n+1 drafts are all
+right, and n-α = P(depth n+1 | depth n). On other text this holds only while it is also the target's; a chain is
+followed no further. Chains begin at every assistant token here; in an engine, where the last one ended.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.learners.learner import RANKS, Acceptance, Learner, Ranks
 
 VALIDATION_POSITIONS = 15_000
-"""How much of a validation split is measured: enough for ± 0.01, little compared with a run."""
+"""Positions of a validation split that are measured: enough for ± 0.01, few compared with a run."""
 
 _BINS = 10
 

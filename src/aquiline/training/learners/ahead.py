@@ -1,4 +1,4 @@
-"""Learning the target's distribution some tokens ahead: what parallel heads and small models share.
+"""Computes losses and ranks of predictions some tokens ahead, for parallel heads and small models.
 
 At position t and depth i (from 0) heads predict the token at t + i + 2 (the root t + 1 is known), a small model
 the one at t + 1; the teacher is the target's distribution at the position before. Only tokens of the assistant
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.targets.decoder import Decoder
+from aquiline.training.features import compute_features
 from aquiline.training.learners.learner import RANKS, Example, Ranks
 from aquiline.training.losses import distribution_loss, restricted_probs
 
@@ -44,6 +46,21 @@ def text_batch(examples: Sequence[Example]) -> TextBatch:
         final=torch.cat([example.final for example in examples]),
         lengths=tuple(len(example.tokens) for example in examples),
     )
+
+
+def held_out_batch(target: Decoder, tokens: Tensor, mask: Tensor) -> tuple[TextBatch, Tensor]:
+    """Lays out one conversation to be measured.
+
+    Args:
+        target: computes its features.
+        tokens: (n,) int64.
+        mask: (n,) bool, the token is the assistant's.
+
+    Returns:
+        The batch, and the target's (n,) int64 arg-max after each position.
+    """
+    final = compute_features(target, tokens, ("final",))
+    return text_batch([Example(tokens, mask, final, final)]), target.project(final).argmax(-1)
 
 
 def counted(mask: Tensor, ahead: int) -> Tensor:
@@ -118,7 +135,7 @@ def ranks_ahead(
     truth: Tensor,
     depths: int,
 ) -> Ranks:
-    """Compares predictions ahead with the target's own choices in one conversation.
+    """Ranks the target's own tokens among predictions ahead in one conversation.
 
     A draft is right where it is the target's arg-max, and the text up to there is the path on which it
     was made. Positions whose text is not the target's do not count.
@@ -132,7 +149,7 @@ def ranks_ahead(
         truth: (n,) int64 the target's arg-max after each position.
         depths: to compare.
     """
-    own = torch.zeros_like(batch.mask)  # entry u: the token at u is what the target says
+    own = torch.zeros_like(batch.mask)  # entry u: the token at u is the target's own choice
     own[1:] = truth[:-1] == batch.tokens[1:]
     valid = [counted(batch.mask, first + depth) for depth in range(depths)]
     for depth in range(depths):

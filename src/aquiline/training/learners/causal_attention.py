@@ -1,4 +1,4 @@
-"""Causal attention that also returns its log-sum-exp, and a backward that is given another one.
+"""Computes causal attention with its log-sum-exp, and a backward that accepts an external log-sum-exp.
 
 The unroll of training merges causal attention with single keys (`aquiline.training.learners.unroll`), for
 which it needs the log-sum-exp of the causal part and gradients under the merged softmax. On the
@@ -17,7 +17,7 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 FLASH_DEVICES = ("cpu",)
-"""Device types whose flash attention takes another log-sum-exp for its backward."""
+"""Device types whose flash attention accepts an external log-sum-exp in its backward."""
 
 ROWS = 256
 """Query rows of a block: their scores are the largest thing in memory."""
@@ -85,11 +85,8 @@ def blocks_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`causal_backward` for heads = kv_heads on any device."""
-    grad_q, grad_k, grad_v = (
-        torch.empty_like(q),
-        torch.zeros_like(k, dtype=lse.dtype),
-        torch.zeros_like(v, dtype=lse.dtype),
-    )
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
     for rows in _blocks(q.shape[2]):
         weights = (_scores(q, k, scale, mask, rows) - lse[:, :, rows, None]).exp()

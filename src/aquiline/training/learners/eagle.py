@@ -1,4 +1,4 @@
-"""EAGLE heads in training: a micro-batch through the unrolled draft network to a loss.
+"""Trains EAGLE heads: runs micro-batches through the unrolled draft network to a loss.
 
 Position t of step i predicts x[t+2+i] from the target's distribution at t+1+i. It counts where that
 predicted token is the assistant's (differs: the reference masks by the token of row t, which
@@ -46,7 +46,7 @@ class MicroBatch:
         positions: (B, T) int64.
         block_mask: (B, T, T) additive, or None for causal attention.
         counted: per step, (N_i,) int64 flat positions that count.
-        wanted: per step, (N_i,) int64 index into `final` of what each should predict.
+        wanted: per step, (N_i,) int64 index into `final` of the feature whose distribution each should predict.
         final: (M, H) "final" features of the target positions u.
     """
 
@@ -74,12 +74,11 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
         pack: put all into one sequence, with a block mask, instead of padding.
     """
     sizes = [len(example.tokens) - 1 for example in examples]
-    width = sum(sizes) if pack else max(sizes)
-    shape = (1 if pack else len(sizes), width)
-    device = examples[0].tokens.device
-    tokens = torch.zeros(steps, shape[0] * width, dtype=torch.int64, device=device)
-    features = examples[0].features.new_zeros(shape[0] * width, examples[0].features.shape[1])
-    positions = torch.zeros(shape[0] * width, dtype=torch.int64, device=device)
+    shape = (1, sum(sizes)) if pack else (len(sizes), max(sizes))
+    count, device = shape[0] * shape[1], examples[0].tokens.device
+    tokens = torch.zeros(steps, count, dtype=torch.int64, device=device)
+    features = examples[0].features.new_zeros(count, examples[0].features.shape[1])
+    positions = torch.zeros(count, dtype=torch.int64, device=device)
     segments = torch.full_like(positions, -1)
     counted: list[list[Tensor]] = [[] for _ in range(steps)]
     wanted: list[list[Tensor]] = [[] for _ in range(steps)]
@@ -90,17 +89,16 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
         features[span] = example.features[:size]
         positions[span] = torch.arange(size, device=device)
         segments[span] = number
-        for step in range(steps):
-            shifted = example.tokens[1 + step :][:size]
-            tokens[step, start : start + len(shifted)] = shifted
         targets = example.mask[2:].nonzero()[:, 0] + 1
         finals.append(example.final[targets])
         for step in range(steps):
+            shifted = example.tokens[1 + step :][:size]
+            tokens[step, start : start + len(shifted)] = shifted
             order = (targets >= 1 + step).nonzero()[:, 0]
             counted[step].append(targets[order] - 1 - step + start)
             wanted[step].append(order + held)
         held += len(targets)
-        start += size if pack else width
+        start += size if pack else shape[1]
     return MicroBatch(
         embedded=tuple(nn.functional.embedding(t.view(shape), embedding) for t in tokens),
         features=features.view(*shape, -1),
@@ -114,13 +112,13 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What a head is trained on.
+    """Losses of a head.
 
     Attributes:
         rule: of the distributions, see `aquiline.training.losses.distribution_loss`.
         token_weight: weight of the distributions' loss.
-        feature_weight: weight of SmoothL1 between the "final" feature and what stands for it: the
-            stream of EAGLE-1/2, the normed stream of EAGLE-3; 0 for none.
+        feature_weight: weight of SmoothL1 between the "final" feature and the stream of EAGLE-1/2 or the normed stream
+            of EAGLE-3; 0 for none.
     """
 
     rule: str = "kl"
@@ -137,7 +135,7 @@ class EagleLearner:
         target: frozen.
         target_head: (Vd, H) rows of its LM head, in the compute dtype.
         embedding: (V, H) its embeddings.
-        rules: what the head is trained on.
+        rules: losses.
         steps: unrolled steps.
         packs: put conversations into one sequence with a block mask.
         recompute: gradient checkpointing, see `unroll`.
@@ -194,7 +192,7 @@ class EagleLearner:
         )
 
     def logits(self, stream: Tensor) -> Tensor:
-        """Logits of a stream over what the head drafts; EAGLE-1 reads through the target's whole LM head."""
+        """Logits of a stream over the drafted tokens; EAGLE-1 reads through the target's whole LM head."""
         if isinstance(self.network, Eagle3Network):
             return self.network.logits(stream)
         return stream @ self._whole_head.t()
@@ -226,9 +224,7 @@ class EagleLearner:
 
     def replica(self) -> EagleLearner:
         network = type(self.network)(self.network.config).to(self.target_head)
-        copy = dataclasses.replace(self, head=dataclasses.replace(self.head, network=network))
-        refresh(copy, self)
-        return copy
+        return refresh(dataclasses.replace(self, head=dataclasses.replace(self.head, network=network)), self)
 
     def fit(self, examples: Iterable[Example]) -> str:
         network, given = self.network, list(examples)
@@ -248,7 +244,7 @@ class EagleLearner:
         best, confidence = self._best(micro)
         truth = self.target.project(example.final).argmax(-1)
         size = len(tokens) - 1
-        rank = torch.full((steps, size), RANKS, dtype=torch.int64, device=tokens.device)
+        rank = torch.full((steps, size), RANKS, device=tokens.device)
         valid = torch.zeros(steps, size, dtype=torch.bool, device=tokens.device)
         greedy = torch.zeros_like(valid)
         for i in range(min(steps, size - 1)):
@@ -283,6 +279,6 @@ class EagleLearner:
 
 
 def learn_head(target: Target, head: DraftHead) -> EagleLearner:
-    """A replica of a finished head, to be measured; its loss is over what it drafts."""
+    """Makes a replica of a finished head, to be measured; its loss is over the tokens that it drafts."""
     rows = read_out_rows(target, head.draft_to_target)
     return EagleLearner(head, target, rows, embedding_table(target)).replica()

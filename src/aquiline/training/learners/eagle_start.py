@@ -1,4 +1,4 @@
-"""Where a new EAGLE head starts: at the target's own last layer, or at a least-squares fit."""
+"""Initialises new EAGLE heads from the target's last layer, or by a least-squares fit."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ def new_head(
 ) -> DraftHead:
     """Makes an untrained head: random, or as close to the target as its shape allows.
 
-    EAGLE-3: the decoder layer gets the weights of the target's last layer (q, k and v on the
-    feature half of their input), the LM head the target's rows, and the fusing linear passes
-    the last feature through. Where only transformers computes the target, the layer begins at zero,
-    and each feature is normed first: what a layer of ours adds to Gemma's stream, whose entries reach
-    a hundred thousand, would otherwise drown in it. EAGLE-1: it begins as the identity on the feature; its layer has no
-    first norm, and the target's weights after normed features give a loss in the thousands
-    (`fit_fusion` then finds a better beginning from data).
+    EAGLE-3: the layer copies the target's last one (q, k and v on the feature half of their input), the LM head its
+    rows, and the fusing linear passes the last feature through. If only transformers computes the target, the layer
+    begins at zero and features are normed: Gemma's stream, with entries of a hundred thousand, would drown the output
+    of the layer. EAGLE-1 begins as the identity on the feature: its layer lacks the first norm, and the target's
+    weights would give a loss in the thousands; `fit_fusion` improves this start.
 
     Args:
         settings: kind, layers, vocabulary size, start and seed.
@@ -49,13 +47,10 @@ def new_head(
     """
     shape = target.shape
     eagle3 = settings.kind == "eagle3"
-    layers: tuple[Feature, ...] = ("final",)
-    if eagle3:
-        layers = settings.layers or eagle3_layers(shape.num_layers)
-    vocabulary = None
+    layers: tuple[Feature, ...] = (settings.layers or eagle3_layers(shape.num_layers)) if eagle3 else ("final",)
     size = settings.vocabulary_size(shape.vocab_size)
-    if eagle3 and size < shape.vocab_size:
-        vocabulary = draft_vocabulary(sets, size, shape.vocab_size)
+    restricted = eagle3 and size < shape.vocab_size
+    vocabulary = draft_vocabulary(sets, size, shape.vocab_size) if restricted else None
     config = HeadConfig(
         kind=settings.kind,
         layer=draft_layer(target),
@@ -68,16 +63,14 @@ def new_head(
     )
     torch.manual_seed(settings.seed)
     network = build(config)
-    if settings.start == "random":
-        return DraftHead(network, vocabulary)
-    with torch.no_grad():
-        if isinstance(network, Eagle3Network):
-            _start_eagle3(network, target, vocabulary)
-        else:
-            _start_eagle(network)
+    if settings.start == "target" and isinstance(network, Eagle3Network):
+        _start_eagle3(network, target, vocabulary)
+    elif settings.start == "target":
+        _start_eagle(network)
     return DraftHead(network, vocabulary)
 
 
+@torch.no_grad()
 def _start_eagle3(network: Eagle3Network, target: Target, vocabulary: Tensor | None) -> None:
     hidden = network.config.hidden_size
     network.fc.weight.mul_(0.1)
@@ -106,6 +99,7 @@ def _copy_layer(layer: Eagle3Layer, last: DecoderLayer, hidden: int) -> None:
     copy_parameters(last.post_attention_layernorm, layer.post_attention_layernorm)
 
 
+@torch.no_grad()
 def _start_eagle(network: EagleNetwork) -> None:
     hidden = network.config.hidden_size
     network.fc.weight.mul_(0.1)
@@ -117,10 +111,10 @@ def _start_eagle(network: EagleNetwork) -> None:
 
 @torch.no_grad()
 def fit_fusion(network: EagleNetwork, embedded: Tensor, features: Tensor, wanted: Tensor) -> float:
-    """Sets the fusing linear to the best linear guess of the next feature.
+    """Sets the fusing linear to the least-squares predictor of f[t+1] from its inputs, x[t+1] and f[t].
 
-    With the layer's outputs at zero, an EAGLE-1 head then begins as the least-squares predictor
-    of f[t+1] from what it reads, x[t+1] and f[t], instead of finding it by thousands of gradient steps.
+    The layer's outputs are zero at first, so the head begins as this predictor, which would otherwise take thousands of
+    gradient steps.
 
     Args:
         network: an untrained EAGLE-1 network.
@@ -129,7 +123,7 @@ def fit_fusion(network: EagleNetwork, embedded: Tensor, features: Tensor, wanted
         wanted: (N, H) f[t+1].
 
     Returns:
-        Share of the variance of `wanted` that the guess explains.
+        Share of the variance of `wanted` that the predictor explains.
 
     Mutates: the fusing linear's weight.
     """

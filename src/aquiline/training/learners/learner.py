@@ -1,11 +1,11 @@
-"""What the training loop asks of a method: one protocol for EAGLE, Medusa, Hydra and small models."""
+"""Defines the protocol between the training loop and a method: EAGLE, Medusa, Hydra or a small model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aquiline.targets.target import Feature
 
 RANKS = 10
-"""Candidates of a draft whose rank is told apart."""
+"""Candidates of a draft whose ranks are counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Example:
     Attributes:
         tokens: (n,) int64.
         mask: (n,) bool, the token is the assistant's.
-        features: (n, F) what the head reads.
+        features: (n, F) features that the head reads.
         final: (n, H) the target's "final" feature.
     """
 
@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """How the drafts of one conversation compare with what the target says.
+    """Ranks of the target's own tokens among the drafts of one conversation.
 
     Attributes:
         rank: (depths, T) int64 rank of the target's token among the draft's candidates; `RANKS` if not among the best.
@@ -83,7 +83,7 @@ class Learner(Protocol):
 
     @property
     def network(self) -> nn.Module:
-        """What is trained: master weights, or a replica's."""
+        """The trained network: master weights, or a replica."""
         ...
 
     @property
@@ -103,12 +103,12 @@ class Learner(Protocol):
 
     @property
     def fit_positions(self) -> int:
-        """Positions of the data that `fit` wants; 0 for none."""
+        """Positions of data for `fit`; 0 for no fit."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Of the target."""
+        """Fingerprint of the target."""
         ...
 
     def counts(self, masks: Sequence[Tensor]) -> list[int]:
@@ -136,7 +136,7 @@ class Learner(Protocol):
         ...
 
     def fit(self, examples: Iterable[Example]) -> str:
-        """Gives an untrained network a start in closed form, and says in a line how good it is."""
+        """Initialises the network in closed form; returns a line for the log on the quality of the fit."""
         ...
 
     def measure(self, tokens: Tensor, mask: Tensor) -> Ranks:
@@ -144,7 +144,7 @@ class Learner(Protocol):
         ...
 
     def describe(self) -> str:
-        """What the network drafts from what, in a sentence for the model card."""
+        """One sentence for the model card: the drafted tokens, and the inputs of the network."""
         ...
 
     def save(self, folder: Path, measured: Acceptance | None) -> None:
@@ -157,11 +157,15 @@ class Learner(Protocol):
         ...
 
 
+AnyLearner = TypeVar("AnyLearner", bound=Learner)
+
+
 @torch.no_grad()
-def refresh(replica: Learner, learner: Learner) -> None:
-    """Copies the master weights into a replica."""
+def refresh(replica: AnyLearner, learner: Learner) -> AnyLearner:
+    """Copies the master weights into a replica, and returns it."""
     for mine, master in zip(replica.network.parameters(), learner.network.parameters(), strict=True):
         mine.copy_(master)
+    return replica
 
 
 def gradients(learner: Learner, batch: Any, scales: Sequence[float]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:

@@ -1,7 +1,7 @@
-"""Medusa and Hydra heads in training: K heads that read the target's "final" feature.
+"""Trains Medusa and Hydra heads: K heads that read the target's "final" feature.
 
-Before the first step they can be fitted by least squares: the head of depth i shall produce a stream that the LM
-head reads like the target's own feature at t + i + 1. The best linear map from what the head reads to that feature
+Before the first step they can be fitted by least squares: the stream of the head of depth i then approximates the
+target's own feature at t + i + 1, which the LM head reads. The best linear map from the head's input to that feature
 is the solution of one linear system; it takes seconds and is worth many thousand positions of training.
 """
 
@@ -27,10 +27,10 @@ from aquiline.drafters.parallel_network import (
 )
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.target import Feature
-from aquiline.training.features import compute_features
 from aquiline.training.learners.ahead import (
     TextBatch,
     counts_ahead,
+    held_out_batch,
     loss_ahead,
     positions_that_count,
     ranks_ahead,
@@ -65,10 +65,7 @@ class ParallelLearner:
     rule: str = "kl"
     fit_positions: int = 0
     packs: bool = True
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        return ("final",)
+    features: tuple[Feature, ...] = ("final",)
 
     @property
     def depths(self) -> int:
@@ -90,7 +87,7 @@ class ParallelLearner:
         return [head(read) for head, read in zip(head_modules(self.network), self.reads(batch), strict=True)]
 
     def reads(self, batch: TextBatch) -> list[Tensor]:
-        """Per depth, (n, inputs) what its head reads; near an end the tokens wrap around and do not count."""
+        """Per depth, the (n, inputs) of its head; near an end the tokens wrap around and do not count."""
         network = self.network
         if isinstance(network, MedusaNetwork):
             return [network.read(depth, batch.final) for depth in range(self.depths)]
@@ -105,9 +102,7 @@ class ParallelLearner:
 
     def replica(self) -> ParallelLearner:
         network = type(self.network)(self.network.config).to(self.target_head)
-        copy = dataclasses.replace(self, network=network)
-        refresh(copy, self)
-        return copy
+        return refresh(dataclasses.replace(self, network=network), self)
 
     @torch.no_grad()
     def fit(self, examples: Iterable[Example]) -> str:
@@ -130,9 +125,7 @@ class ParallelLearner:
         return f"the heads start as the regression of the feature ahead over {positions:,} positions"
 
     def measure(self, tokens: Tensor, mask: Tensor) -> Ranks:
-        final = compute_features(self.target, tokens, ("final",))
-        batch = text_batch([Example(tokens, mask, final, final)])
-        truth = self.target.project(final).argmax(-1)
+        batch, truth = held_out_batch(self.target, tokens, mask)
         return ranks_ahead(self.streams(batch), batch, _FIRST, self.read_out, self.vocabulary, truth, self.depths)
 
     def describe(self) -> str:
@@ -152,7 +145,7 @@ class ParallelLearner:
 def new_parallel(
     settings: TrainSettings, target: Decoder, target_head: Tensor, vocabulary: Tensor | None, fingerprint: str
 ) -> ParallelLearner:
-    """Makes untrained heads, which begin by passing on the feature.
+    """Makes untrained heads, each the identity on the feature.
 
     Args:
         settings: kind, sizes, loss and seed.
@@ -183,7 +176,7 @@ def new_parallel(
 
 
 def head_modules(network: ParallelNetwork) -> list[LinearHead]:
-    """The heads of a network, by depth, with their type."""
+    """The heads of a network, by depth."""
     return cast("list[LinearHead]", list(cast(nn.ModuleList, network.heads)))
 
 

@@ -1,4 +1,4 @@
-"""A small model in training: a decoder of few layers with the target's embedding and LM head, which stay frozen."""
+"""Trains a small model: a decoder of few layers with the target's embedding and LM head, which stay frozen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from aquiline.models.files import filling
 from aquiline.targets.decoder import Decoder, DecoderConfig, config_from_hf
 from aquiline.targets.layers import DecoderLayer, RMSNorm, decoder_layers
 from aquiline.targets.target import Feature
-from aquiline.training.features import compute_features, through_layer
-from aquiline.training.learners.ahead import TextBatch, counts_ahead, loss_ahead, ranks_ahead, text_batch
+from aquiline.training.features import through_layer
+from aquiline.training.learners.ahead import (
+    TextBatch,
+    counts_ahead,
+    held_out_batch,
+    loss_ahead,
+    ranks_ahead,
+    text_batch,
+)
 from aquiline.training.learners.learner import Acceptance, Example, Ranks, refresh
 from aquiline.training.learners.target_parts import copy_parameters
 from aquiline.training.processes import whole
@@ -71,14 +78,8 @@ class SmallLearner:
     rule: str = "kl"
     fit_positions: int = 0
     packs: bool = True
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        return ("final",)
-
-    @property
-    def depths(self) -> int:
-        return 1
+    features: tuple[Feature, ...] = ("final",)
+    depths: int = 1
 
     def counts(self, masks: Sequence[Tensor]) -> list[int]:
         return counts_ahead(masks, _FIRST, 1)
@@ -99,19 +100,15 @@ class SmallLearner:
         return loss_ahead(streams, batch, _FIRST, self.target_head, self.target_head, scales, self.rule)
 
     def replica(self) -> SmallLearner:
-        copy = dataclasses.replace(self, network=SmallNetwork(self.network.config).to(self.target_head))
-        refresh(copy, self)
-        return copy
+        network = SmallNetwork(self.network.config).to(self.target_head)
+        return refresh(dataclasses.replace(self, network=network), self)
 
     def fit(self, examples: Iterable[Example]) -> str:
         raise AssertionError("a small model starts as layers of the target; fit_positions is 0")
 
     def measure(self, tokens: Tensor, mask: Tensor) -> Ranks:
-        # It drafts in turn, and all tokens, whatever its loss was over.
-        final = compute_features(self.target, tokens, ("final",))
-        batch = text_batch([Example(tokens, mask, final, final)])
-        truth = self.target.project(final).argmax(-1)
-        read_out = self.target.lm_head.weight
+        batch, truth = held_out_batch(self.target, tokens, mask)
+        read_out = self.target.lm_head.weight  # it drafts every token, whatever its loss was over
         return ranks_ahead(self.streams(batch), batch, _FIRST, read_out, None, truth, _MEASURED_DEPTHS)
 
     def describe(self) -> str:
@@ -156,8 +153,8 @@ def new_small(settings: TrainSettings, target: Decoder, target_head: Tensor, fin
     windows = [window for window in config.windows if window is not None]
     if windows and min(windows) < settings.max_length:
         raise ValueError(
-            f"max_length {settings.max_length} exceeds this target's sliding window; lower it to {min(windows)} to "
-            "distil a small model"
+            f"max_length is {settings.max_length}; allowed: ≤ {min(windows)} for a small model, this target's sliding "
+            "window; lower it"
         )
     network = SmallNetwork(config)
     layers = decoder_layers(target.layers)
@@ -172,13 +169,13 @@ def new_small(settings: TrainSettings, target: Decoder, target_head: Tensor, fin
 
 
 def copied_layers(total: int, wanted: int) -> list[int]:
-    """Which of the target's layers a small model begins with: the first ones and the last ones.
+    """Chooses the target's layers that a small model begins with: the first and the last ones.
 
     Raises:
         ValueError: for more layers than the target has.
     """
     if wanted > total:
-        raise ValueError(f"num_layers is {wanted}, the target has {total}; choose fewer")
+        raise ValueError(f"num_layers is {wanted}; allowed: ≤ {total}, the target's layers; choose fewer")
     first = (wanted + 1) // 2
     return [*range(first), *range(total - (wanted - first), total)]
 
@@ -195,7 +192,7 @@ def small_config(config: DecoderConfig, layers: int) -> DecoderConfig:
 
 
 def small_model_json(config: dict[str, Any], wanted: DecoderConfig) -> dict[str, Any]:
-    """The target's config.json made into the small model's."""
+    """Turns the target's config.json into the small model's."""
     result = config | {"num_hidden_layers": wanted.num_layers, "torch_dtype": "bfloat16", "dtype": "bfloat16"}
     if any(window is not None for window in wanted.windows) or "layer_types" in config:
         result["layer_types"] = [
@@ -204,5 +201,5 @@ def small_model_json(config: dict[str, Any], wanted: DecoderConfig) -> dict[str,
         result.pop("max_window_layers", None)
     if config.get("model_type") == "smollm3":  # the only family that leaves layers without rotary positions
         result["no_rope_layers"] = [int(rotated) for rotated in wanted.rotary]
-    assert config_from_hf(result) == wanted, "the written configuration must read back as it was meant"
+    assert config_from_hf(result) == wanted, "the written configuration must read back unchanged"
     return result

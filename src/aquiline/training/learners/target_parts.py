@@ -1,8 +1,8 @@
-"""What training reads of a target beside its features: embeddings, the read-out, sizes for a draft layer.
+"""Reads a target's embeddings, LM head and layer sizes for training.
 
-Our own decoder shows its weights. Any other target is asked: its embedding of every token, its
-logits of unit vectors. That holds whatever a model does around its matrices (Gemma's √H on
-embeddings, Cohere's and Granite's logit scale, quantised weights).
+Our own decoder shows its weights. Any other target is probed with every token and with unit vectors, which covers
+whatever a model does around its matrices (Gemma's √H on embeddings, Cohere's and Granite's logit scale, quantised
+weights).
 """
 
 from __future__ import annotations
@@ -107,6 +107,6 @@ def draft_vocabulary(sets: Iterable[TrainingSet], size: int, vocab_size: int) ->
 
 @torch.no_grad()
 def copy_parameters(source: nn.Module, into: nn.Module) -> None:
-    """Copies parameters one by one: a spread layer falls apart again when its state dict is asked for."""
+    """Copies parameters one by one: reading the state dict of a gathered layer would shard it again."""
     for name, parameter in source.named_parameters():
         into.get_parameter(name).copy_(parameter)

@@ -1,4 +1,4 @@
-"""Training-time test: the draft network run on its own output, in parallel over all rows.
+"""Unrolls the draft network on its own output, in parallel over all rows: training-time test.
 
 Row t of step i holds the token x[t+1+i], the network's own output of step i-1 at row t (step 0:
 the target's feature at t), sits at rotary position t+i and predicts x[t+2+i]. It sees what a
@@ -43,7 +43,7 @@ def unroll(
     dense: bool = False,
     recompute: bool = False,
 ) -> list[Tensor]:
-    """Runs as many steps as `embedded` has entries.
+    """Runs one step for each entry of `embedded`.
 
     Args:
         network: the draft network.
@@ -51,17 +51,15 @@ def unroll(
         hidden: (B, T, H) fused target features.
         positions: (B, T) int64 positions t of the features, restarting with each conversation.
         rotary: the network's rotary table, in the dtype of `hidden`.
-        block_mask: (B, T, T) additive, for rows that hold several conversations; it must
-            include the causal order. None: causal.
+        block_mask: (B, T, T) additive and causal, for rows that hold several conversations; None: causal.
         dense: use the readable attention that holds all scores.
-        recompute: keep of each layer its ends, keys and values for the backward, and compute the rest again.
+        recompute: gradient checkpointing of each layer, whose ends, keys and values are kept.
 
     Returns:
         Per step, the (B, T, H) stream after the last layer (pre-norm).
     """
     layers = range(network.config.num_layers)
-    keys: list[list[Tensor]] = [[] for _ in layers]
-    values: list[list[Tensor]] = [[] for _ in layers]
+    keys, values = ([list[Tensor]() for _ in layers] for _ in range(2))
     limit = positions.shape[1] + len(embedded)
     attend = dense_attention if dense else unrolled_attention
     run: Callable[..., tuple[Tensor, Tensor, Tensor]] = _layer
@@ -118,11 +116,7 @@ def block_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unrolled_attention(
-    queries: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    scale: float,
-    mask: Tensor | None = None,
+    queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """Attention of one step: causal over the first keys, own row in the later ones.
 
@@ -142,11 +136,7 @@ def unrolled_attention(
 
 
 def dense_attention(
-    queries: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    scale: float,
-    mask: Tensor | None = None,
+    queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """The readable twin of `unrolled_attention`: one score matrix of (T, steps · T)."""
     batch, heads, width, _ = queries.shape
