@@ -129,28 +129,6 @@ def through_layer(
     return layer.finish(hidden, mixed.transpose(1, 2).reshape(1, width, -1))
 
 
-def features_in_step(
-    target: Target, texts: Sequence[Tensor], features: Sequence[Feature], apply: Apply
-) -> list[Tensor]:
-    """Features of one process's conversations, where all processes gather the target's layers together.
-
-    Every process must call it, with any number of conversations for our decoder, and at most one for
-    a target that transformers computes.
-
-    Args:
-        target: a target whose layers are spread.
-        texts: (T,) int64 each.
-        features: as in `compute_features`.
-        apply: runs the conversations through a layer.
-    """
-    if isinstance(target, Decoder):
-        return decoder_features(target, texts, features, apply)
-    assert len(texts) <= 1
-    if not texts:  # the others' layers do not come together without this process
-        compute_features(target, torch.zeros(1, dtype=torch.int64, device=target.device), features)
-    return [compute_features(target, tokens, features) for tokens in texts]
-
-
 def conversation_key(source: int, index: int) -> str:
     """Name of a conversation's features in the folder."""
     return f"{source}.{index}"
@@ -175,10 +153,6 @@ class FeatureSource:
     store: FeatureStore | None
     noise: float
     seed: int
-
-    def known(self, key: str) -> Tensor | None:
-        """The stored (T, F) features of a conversation, or None."""
-        return self.store.get(key) if self.store else None
 
     def keep(self, key: str, rows: Tensor) -> None:
         """Stores features, if there is a folder."""
@@ -232,10 +206,15 @@ def features_ahead(
     (turns,) = largest(accelerator, len(parts))
     for turn in range(turns):
         part = parts[turn] if turn < len(parts) else []
-        rows = features_in_step(source.target, [unknown[key] for key in part], source.layout, apply)
+        if isinstance(source.target, Decoder):
+            rows = decoder_features(source.target, [unknown[key] for key in part], source.layout, apply)
+        else:  # the others' layers are not gathered without this process: it computes even where it has nothing left
+            nothing = torch.zeros(1, dtype=torch.int64, device=source.target.device)
+            computed = compute_features(source.target, unknown[part[0]] if part else nothing, source.layout)
+            rows = [computed] if part else []
         found.update(zip(part, rows, strict=True))
-    for key, computed in found.items():
-        source.keep(key, computed)
+    for key, row in found.items():
+        source.keep(key, row)
     return found
 
 
@@ -266,8 +245,8 @@ def add_features(
         ahead: features that were computed before.
     """
     rows = ahead.get(key)
-    if rows is None:
-        rows = source.known(key)
+    if rows is None and source.store:
+        rows = source.store.get(key)
     if rows is None:
         rows = compute_features(source.target, tokens, source.layout)
         source.keep(key, rows)

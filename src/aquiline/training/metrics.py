@@ -107,7 +107,9 @@ def _to_tensorboard(run: Run, record: dict[str, Any]) -> None:
 
 def name_unmeasured(run: Run) -> None:
     """Names the validation sets without a conversation, before the run."""
-    for path in run.sets.empty(run.settings.validation or run.settings.data):
+    for path in run.settings.validation or run.settings.data:
+        if path in run.sets.validation:
+            continue
         print(
             f"{path} holds no conversation for validation: acceptance is not measured there; "
             "prepare more conversations, or a larger share (--validation 0.2)",

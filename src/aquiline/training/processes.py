@@ -177,7 +177,7 @@ def gathered(layers: Sequence[nn.Module]) -> Iterator[None]:
     Args:
         layers: of one target.
     """
-    if not layers or not is_sharded(layers[0]):
+    if not layers or not hasattr(layers[0], "unshard"):  # the name alone: FSDP's module is slow to import
         for _ in layers:
             yield
         return
@@ -189,11 +189,6 @@ def gathered(layers: Sequence[nn.Module]) -> Iterator[None]:
             handle = parts[i + 1].unshard(async_op=True)
         yield
         part.reshard()
-
-
-def is_sharded(layer: nn.Module) -> bool:
-    """True for a sharded layer; tested by name, because FSDP's module is slow to import."""
-    return hasattr(layer, "unshard")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from aquiline.targets.loading import load_target
 from aquiline.targets.target import Target, check_features
 from aquiline.training.data.dataset import TrainingSet
 from aquiline.training.features import FeatureSource, open_source
-from aquiline.training.learners.eagle import EagleLearner, LossSettings
+from aquiline.training.learners.eagle import EagleLearner
 from aquiline.training.learners.eagle_start import new_head
 from aquiline.training.learners.learner import Acceptance, Learner
 from aquiline.training.learners.parallel import new_parallel
@@ -115,11 +115,7 @@ def keep_freed_memory() -> None:
 
 
 def start_run(settings: TrainSettings, build: Callable[[HeadConfig], Network] = build_network) -> Run:
-    """Loads the target and the data, and makes or reads the head.
-
-    Args:
-        settings: the run.
-        build: makes the network of a new EAGLE head.
+    """Loads the target and the data, and makes or reads the head; `build` makes the network of a new EAGLE head.
 
     Raises:
         ValueError: for settings, data, target or head that do not fit together.
@@ -198,7 +194,9 @@ def _new_eagle(
         target=target,
         target_head=read_out_rows(target, vocabulary),
         embedding=embedding_table(target),
-        rules=LossSettings(settings.loss, settings.token_weight, settings.feature_weight),
+        rule=settings.loss,
+        token_weight=settings.token_weight,
+        feature_weight=settings.feature_weight,
         steps=settings.ttt_steps,
         packs=settings.pack,
         recompute=settings.recompute,

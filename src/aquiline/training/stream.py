@@ -28,10 +28,6 @@ class RunSets:
         """Fingerprints of the training sets, without which a checkpoint's place in the data means nothing."""
         return [data.fingerprint for data in self.train]
 
-    def empty(self, asked: Sequence[str]) -> list[str]:
-        """The requested validation sets without a conversation to measure."""
-        return [path for path in asked if path not in self.validation]
-
 
 def open_sets(target: str | Path, data: Sequence[str], validation: Sequence[str]) -> RunSets:
     """Opens all sets of a run.
@@ -73,15 +69,10 @@ def _check_tokenizer(target: Path, sets: Sequence[TrainingSet]) -> None:
 
 
 def check_sets(sets: RunSets, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Rejects a resume if the training data changed.
-
-    Args:
-        sets: of the run now.
-        checkpoint: the saved state; old ones hold no fingerprints, and are not checked.
-        path: of the checkpoint.
+    """Rejects a resume if the training data changed; old checkpoints hold no fingerprints to compare.
 
     Raises:
-        ValueError: naming the sets that were prepared again in the meantime.
+        ValueError: naming the sets that were prepared again.
     """
     before = checkpoint.get("sets", sets.fingerprints)
     pairs = zip(sets.train, sets.fingerprints, before, strict=True)

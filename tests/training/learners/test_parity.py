@@ -15,7 +15,7 @@ from aquiline.drafters.eagle_network import Eagle3Network
 from aquiline.drafters.trees import Chain, DynamicTree, StaticTree, TreePolicy
 from aquiline.targets.loading import load_target
 from aquiline.training.features import compute_features
-from aquiline.training.learners.eagle import EagleLearner, LossSettings, build_micro_batch
+from aquiline.training.learners.eagle import EagleLearner, build_micro_batch
 from aquiline.training.learners.learner import Example
 from aquiline.training.loop import train
 from tests import tiny
@@ -94,7 +94,7 @@ def test_the_feature_loss_of_eagle3_is_on_the_normed_stream() -> None:
     scales = [0.5, 0.25]
     with torch.no_grad():
         plain, featured = (
-            EagleLearner(head, target, rows, embedding, LossSettings(feature_weight=weight)).loss(micro, scales)[0]
+            EagleLearner(head, target, rows, embedding, feature_weight=weight).loss(micro, scales)[0]
             for weight in (0.0, 2.0)
         )
         network = head.network

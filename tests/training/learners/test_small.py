@@ -41,5 +41,5 @@ def test_first_and_last_layers_are_copied_and_no_more_than_there_are() -> None:
 
 def test_a_window_below_the_texts_is_refused() -> None:
     target = tiny.decoder("mistral")
-    with pytest.raises(ValueError, match=r"max_length 32 .*lower it to 12"):
+    with pytest.raises(ValueError, match=r"max_length is 32; allowed: ≤ 12 .*; lower it"):
         new_small(settings(4, 32), target, target.lm_head.weight, "")

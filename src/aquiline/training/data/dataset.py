@@ -173,21 +173,19 @@ def open_training_set(
         raise ValueError(f"{path} has the format {manifest.get('format')!r}; allowed: {FORMAT!r}; prepare it again")
     if tokenizer_hash is not None and manifest["tokenizer_hash"] != tokenizer_hash:
         raise ValueError(
-            f"{path} was prepared for another tokenizer (hash "
-            f"{manifest['tokenizer_hash'][:12]}, the target's is {tokenizer_hash[:12]}): its ids "
-            "mean other tokens; prepare the conversations again with this target"
+            f"{path} was prepared for another tokenizer (hash {manifest['tokenizer_hash'][:12]}, the target's is "
+            f"{tokenizer_hash[:12]}): its ids mean other tokens; prepare the conversations again with this target"
         )
     batches = _map(path / f"{split}.arrow")
-    lengths = [batch["input_ids"].value_lengths().to_numpy(zero_copy_only=False) for batch in batches]
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])[:-1]
-    all_lengths = np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, np.int64)
+    lengths = [batch["input_ids"].value_lengths().to_numpy(zero_copy_only=False) for batch in batches]
+    flat = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
     expected = manifest["counts"][split]["conversations"]
-    if len(all_lengths) != expected:
+    if len(flat) != expected:
         raise ValueError(
-            f"{path} is damaged: {split} holds {len(all_lengths)} conversations, its manifest "
-            f"says {expected}; prepare it again"
+            f"{path} is damaged: {split} holds {len(flat)} conversations, the manifest {expected}; prepare it again"
         )
-    return TrainingSet(path, split, manifest, all_lengths, batches, tuple(starts.tolist()))
+    return TrainingSet(path, split, manifest, flat, batches, tuple(starts.tolist()))
 
 
 @contextlib.contextmanager

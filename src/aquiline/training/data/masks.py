@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,18 +138,14 @@ class ChatRenderer:
                     raise NotFound(f"turn {index + 1} is not verbatim in the rendered conversation")
                 continue
             before = self._chat.apply(messages[:index], asked, prompt=True)
-            said = self._words_or_none(messages, index, before, asked)
+            said = None
+            with suppress(NotFound):
+                said = self._words(messages, index, before, True, asked)
             if said is not None and text.startswith(before + said):
                 places.append((index, len(before), len(before) + len(said)))
             elif not any(shown in prompt for shown in _trimmings(_without_thoughts(message.content))):
                 raise NotFound(f"turn {index + 1} is not verbatim in the rendered conversation")
         return text, [*places, (len(messages) - 1, len(prompt), len(prompt) + len(words))]
-
-    def _words_or_none(self, messages: Sequence[Message], index: int, prompt: str, asked: Asked) -> str | None:
-        try:
-            return self._words(messages, index, prompt, True, asked)
-        except NotFound:
-            return None
 
     def _words(self, messages: Sequence[Message], index: int, prompt: str, finished: bool, asked: Asked) -> str:
         """Returns an answer as the target generates it after the prompt: thoughts, content, calls of tools."""

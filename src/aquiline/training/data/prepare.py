@@ -103,8 +103,7 @@ def prepare(
         settings: fields of `PrepareSettings`, such as ``max_length=512``.
 
     Raises:
-        ValueError: for an invalid setting or source, a tokenizer without character offsets or template, an existing
-            output, no usable conversation, or, with `strict`, an unusable record.
+        ValueError: for an invalid setting, source, tokenizer or output, and if no conversation is usable.
     """
     names, output = [sources] if isinstance(sources, str | Path) else list(sources), Path(output)
     chosen = PrepareSettings(**settings)
@@ -115,8 +114,7 @@ def prepare(
     with locked(output), appearing_whole(output) as partial:
         _check_output(output, overwrite)  # another run may have made it in the meantime
         report = _write(job, output, partial, progress)
-        manifest = json.dumps(_manifest(job, report, chat_template_kwargs or {}), indent=2, ensure_ascii=False)
-        (partial / "manifest.json").write_text(manifest + "\n", encoding="utf-8")
+        (partial / "manifest.json").write_text(_manifest(job, report, chat_template_kwargs or {}), encoding="utf-8")
     return report
 
 
@@ -127,8 +125,8 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"{output} is a file, and a training set is a folder; choose another output")
 
 
-def _manifest(job: _Job, report: PrepareReport, template_settings: Mapping[str, Any]) -> dict[str, Any]:
-    manifest = {
+def _manifest(job: _Job, report: PrepareReport, template_settings: Mapping[str, Any]) -> str:
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "sources": [_describe(name) for name in job.names],
         "tokenizer_hash": tokenizer_hash(job.tokenizer),
@@ -140,7 +138,9 @@ def _manifest(job: _Job, report: PrepareReport, template_settings: Mapping[str, 
         },
         "counts": {name: count for name, count in asdict(report).items() if name not in ("output", "seconds")},
     }
-    return manifest | ({"chat_template_kwargs": dict(template_settings)} if template_settings else {})
+    if template_settings:
+        manifest["chat_template_kwargs"] = dict(template_settings)
+    return json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
 
 
 def _describe(source: str | Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from aquiline.engine.template import apply_template
@@ -143,7 +144,5 @@ class ChatTemplate:
         last = str(self.scaffold(("user", "assistant"), asked).pieces[-1])
         longer = self.scaffold(("user", "assistant") * 2, asked).pieces
         middle = str(longer[longer.index(1) + 1])
-        same = 0
-        while same < min(len(last), len(middle)) and last[same] == middle[same]:
-            same += 1
-        return last[:same].rstrip()
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(last, middle, strict=False))
+        return "".join(one for one, _ in same).rstrip()

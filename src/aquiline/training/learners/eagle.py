@@ -65,13 +65,13 @@ def counts(masks: Sequence[Tensor], steps: int) -> list[int]:
 
 
 def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int, *, pack: bool = False) -> MicroBatch:
-    """Lays conversations out side by side, or one after another.
+    """Lays out conversations side by side, or in one sequence with a block mask.
 
     Args:
         examples: conversations of at least 2 tokens.
         embedding: (V, H) frozen embedding.
         steps: unrolled steps.
-        pack: put all into one sequence, with a block mask, instead of padding.
+        pack: one sequence.
     """
     sizes = [len(example.tokens) - 1 for example in examples]
     shape = (1, sum(sizes)) if pack else (len(sizes), max(sizes))
@@ -80,15 +80,12 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
     features = examples[0].features.new_zeros(count, examples[0].features.shape[1])
     positions = torch.zeros(count, dtype=torch.int64, device=device)
     segments = torch.full_like(positions, -1)
-    counted: list[list[Tensor]] = [[] for _ in range(steps)]
-    wanted: list[list[Tensor]] = [[] for _ in range(steps)]
-    finals = []
-    start = held = 0
+    counted, wanted = ([list[Tensor]() for _ in range(steps)] for _ in range(2))
+    finals, start, held = list[Tensor](), 0, 0
     for number, (example, size) in enumerate(zip(examples, sizes, strict=True)):
         span = slice(start, start + size)
-        features[span] = example.features[:size]
+        features[span], segments[span] = example.features[:size], number
         positions[span] = torch.arange(size, device=device)
-        segments[span] = number
         targets = example.mask[2:].nonzero()[:, 0] + 1
         finals.append(example.final[targets])
         for step in range(steps):
@@ -97,8 +94,7 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
             order = (targets >= 1 + step).nonzero()[:, 0]
             counted[step].append(targets[order] - 1 - step + start)
             wanted[step].append(order + held)
-        held += len(targets)
-        start += size if pack else shape[1]
+        held, start = held + len(targets), start + (size if pack else shape[1])
     return MicroBatch(
         embedded=tuple(nn.functional.embedding(t.view(shape), embedding) for t in tokens),
         features=features.view(*shape, -1),
@@ -110,22 +106,6 @@ def build_micro_batch(examples: Sequence[Example], embedding: Tensor, steps: int
     )
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """Losses of a head.
-
-    Attributes:
-        rule: of the distributions, see `aquiline.training.losses.distribution_loss`.
-        token_weight: weight of the distributions' loss.
-        feature_weight: weight of SmoothL1 between the "final" feature and the stream of EAGLE-1/2 or the normed stream
-            of EAGLE-3; 0 for none.
-    """
-
-    rule: str = "kl"
-    token_weight: float = 1.0
-    feature_weight: float = 0.0
-
-
 @dataclass(eq=False)
 class EagleLearner:
     """An EAGLE head in training; a `Learner`.
@@ -135,7 +115,10 @@ class EagleLearner:
         target: frozen.
         target_head: (Vd, H) rows of its LM head, in the compute dtype.
         embedding: (V, H) its embeddings.
-        rules: losses.
+        rule: of the distributions, see `aquiline.training.losses.distribution_loss`.
+        token_weight: weight of the distributions' loss.
+        feature_weight: weight of SmoothL1 between the "final" feature and the stream of EAGLE-1/2 or the normed stream
+            of EAGLE-3; 0 for none.
         steps: unrolled steps.
         packs: put conversations into one sequence with a block mask.
         recompute: gradient checkpointing, see `unroll`.
@@ -146,7 +129,9 @@ class EagleLearner:
     target: Target
     target_head: Tensor
     embedding: Tensor
-    rules: LossSettings = LossSettings()
+    rule: str = "kl"
+    token_weight: float = 1.0
+    feature_weight: float = 0.0
     steps: int = 1
     packs: bool = False
     recompute: bool = False
@@ -213,10 +198,9 @@ class EagleLearner:
         weight, read_out = self.target_head, hidden
         if isinstance(self.network, Eagle3Network):
             weight, read_out = self.network.lm_head.weight, self.network.norm(hidden)
-        rules = self.rules
-        loss, losses, best = distribution_loss(read_out, weight, probs, index, scale * rules.token_weight, rules.rule)
-        if rules.feature_weight:
-            loss = loss + rules.feature_weight * feature_loss(read_out, batch.final[index], scale)
+        loss, losses, best = distribution_loss(read_out, weight, probs, index, scale * self.token_weight, self.rule)
+        if self.feature_weight:
+            loss = loss + self.feature_weight * feature_loss(read_out, batch.final[index], scale)
         hits = best == best_target[index]
         totals = torch.stack([part.sum() for part in torch.split(losses, sizes)])
         right = torch.stack([part.sum() for part in torch.split(hits, sizes)])

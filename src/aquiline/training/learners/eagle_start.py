@@ -33,29 +33,26 @@ def new_head(
 ) -> DraftHead:
     """Makes an untrained head: random, or as close to the target as its shape allows.
 
-    EAGLE-3: the layer copies the target's last one (q, k and v on the feature half of their input), the LM head its
-    rows, and the fusing linear passes the last feature through. If only transformers computes the target, the layer
-    begins at zero and features are normed: Gemma's stream, with entries of a hundred thousand, would drown the output
-    of the layer. EAGLE-1 begins as the identity on the feature: its layer lacks the first norm, and the target's
-    weights would give a loss in the thousands; `fit_fusion` improves this start.
+    EAGLE-3 copies the target's last layer (q, k and v on the feature half of their input) and rows of its LM head, and
+    passes the last feature through. If only transformers computes the target, the layer begins at zero and features are
+    normed, or Gemma's entries of a hundred thousand would drown its output. EAGLE-1 begins as the identity on the
+    feature: its layer lacks the first norm, so the target's weights would give a loss in the thousands.
 
     Args:
-        settings: kind, layers, vocabulary size, start and seed.
+        settings: of the run.
         target: the target.
         sets: training sets, for the draft vocabulary.
-        build: makes the network of a configuration.
+        build: makes the network.
     """
-    shape = target.shape
-    eagle3 = settings.kind == "eagle3"
+    shape, eagle3 = target.shape, settings.kind == "eagle3"
     layers: tuple[Feature, ...] = (settings.layers or eagle3_layers(shape.num_layers)) if eagle3 else ("final",)
     size = settings.vocabulary_size(shape.vocab_size)
-    restricted = eagle3 and size < shape.vocab_size
-    vocabulary = draft_vocabulary(sets, size, shape.vocab_size) if restricted else None
+    vocabulary = draft_vocabulary(sets, size, shape.vocab_size) if eagle3 and size < shape.vocab_size else None
     config = HeadConfig(
         kind=settings.kind,
         layer=draft_layer(target),
         vocab_size=shape.vocab_size,
-        draft_vocab_size=len(vocabulary) if vocabulary is not None else shape.vocab_size,
+        draft_vocab_size=size if eagle3 else shape.vocab_size,
         target_hidden_size=shape.hidden_size,
         features=layers,
         max_positions=shape.max_positions,

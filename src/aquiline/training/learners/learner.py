@@ -84,40 +84,32 @@ class Learner(Protocol):
     @property
     def network(self) -> nn.Module:
         """The trained network: master weights, or a replica."""
-        ...
 
     @property
     def features(self) -> tuple[Feature, ...]:
         """Target features that `Example.features` holds, besides the "final" one."""
-        ...
 
     @property
     def depths(self) -> int:
         """Depths that the loss is computed for."""
-        ...
 
     @property
     def packs(self) -> bool:
         """Conversations of a batch are put one after another instead of being padded."""
-        ...
 
     @property
     def fit_positions(self) -> int:
         """Positions of data for `fit`; 0 for no fit."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the target."""
-        ...
 
     def counts(self, masks: Sequence[Tensor]) -> list[int]:
         """Per depth, how many positions of these conversations count in the loss."""
-        ...
 
     def batch(self, examples: Sequence[Example]) -> Any:
         """Lays conversations out for `loss`."""
-        ...
 
     def loss(self, batch: Any, scales: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of a micro-batch.
@@ -129,23 +121,18 @@ class Learner(Protocol):
         Returns:
             Scalar loss; per depth the summed loss of the distributions and the hits, (depths,) float32 each.
         """
-        ...
 
     def replica(self) -> Learner:
         """A copy in the compute dtype, for one worker."""
-        ...
 
     def fit(self, examples: Iterable[Example]) -> str:
         """Initialises the network in closed form; returns a line for the log on the quality of the fit."""
-        ...
 
     def measure(self, tokens: Tensor, mask: Tensor) -> Ranks:
         """Compares the drafts of a conversation of at least 3 tokens with the target's own choices."""
-        ...
 
     def describe(self) -> str:
         """One sentence for the model card: the drafted tokens, and the inputs of the network."""
-        ...
 
     def save(self, folder: Path, measured: Acceptance | None) -> None:
         """Writes the network into a folder that drafters load.
@@ -154,7 +141,6 @@ class Learner(Protocol):
             folder: made if it does not exist.
             measured: its acceptance, where it is known.
         """
-        ...
 
 
 AnyLearner = TypeVar("AnyLearner", bound=Learner)

@@ -40,7 +40,6 @@ def unroll(
     rotary: RotaryTable,
     *,
     block_mask: Tensor | None = None,
-    dense: bool = False,
     recompute: bool = False,
 ) -> list[Tensor]:
     """Runs one step for each entry of `embedded`.
@@ -52,7 +51,6 @@ def unroll(
         positions: (B, T) int64 positions t of the features, restarting with each conversation.
         rotary: the network's rotary table, in the dtype of `hidden`.
         block_mask: (B, T, T) additive and causal, for rows that hold several conversations; None: causal.
-        dense: use the readable attention that holds all scores.
         recompute: gradient checkpointing of each layer, whose ends, keys and values are kept.
 
     Returns:
@@ -60,17 +58,15 @@ def unroll(
     """
     layers = range(network.config.num_layers)
     keys, values = ([list[Tensor]() for _ in layers] for _ in range(2))
-    limit = positions.shape[1] + len(embedded)
-    attend = dense_attention if dense else unrolled_attention
+    limit, streams = positions.shape[1] + len(embedded), list[Tensor]()
     run: Callable[..., tuple[Tensor, Tensor, Tensor]] = _layer
     if recompute:
         run = partial(checkpoint, _layer, use_reentrant=False, preserve_rng_state=False)
-    streams = []
     for step, tokens in enumerate(embedded):
         cos, sin = rotary.at(positions + step, limit)
         stream = network.enter(tokens, hidden)
         for i in layers:
-            stream, k, v = run(network, i, stream, tokens, (cos, sin), block_mask, attend, *keys[i], *values[i])
+            stream, k, v = run(network, i, stream, tokens, (cos, sin), block_mask, *keys[i], *values[i])
             keys[i].append(k)
             values[i].append(v)
         streams.append(stream)
@@ -85,7 +81,6 @@ def _layer(
     tokens: Tensor,
     rotation: tuple[Tensor, Tensor],
     mask: Tensor | None,
-    attend: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], float, Tensor | None], Tensor],
     *past: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One layer of one step; `past` are the keys and then the values of the steps before.
@@ -97,7 +92,7 @@ def _layer(
     read_from, residual = network.layer_input(index, stream, tokens)
     q, k, v = attention.qkv(read_from, *rotation)
     half = len(past) // 2
-    mixed = attend(q, [*past[:half], k], [*past[half:], v], attention.scale, mask)
+    mixed = unrolled_attention(q, [*past[:half], k], [*past[half:], v], attention.scale, mask)
     return network.layer_finish(index, residual, mixed), k, v
 
 
@@ -133,24 +128,6 @@ def unrolled_attention(
     pairs = [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
     result: Tensor = _UnrolledAttention.apply(queries, scale, mask, *pairs)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2).reshape(queries.shape[0], queries.shape[2], -1)
-
-
-def dense_attention(
-    queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, mask: Tensor | None = None
-) -> Tensor:
-    """The readable twin of `unrolled_attention`: one score matrix of (T, steps · T)."""
-    batch, heads, width, _ = queries.shape
-    group = heads // keys[0].shape[1]
-    own_row = torch.eye(width, dtype=torch.bool, device=queries.device).expand(batch, -1, -1)
-    causal = torch.ones_like(own_row[0]).tril().expand(batch, -1, -1)
-    first = causal if mask is None else mask > torch.finfo(mask.dtype).min
-    visible = torch.cat([first, *[own_row] * (len(keys) - 1)], dim=-1)
-    all_keys = torch.cat(list(keys), dim=2).repeat_interleave(group, dim=1)
-    all_values = torch.cat(list(values), dim=2).repeat_interleave(group, dim=1)
-    scores = queries @ all_keys.transpose(2, 3) * scale
-    scores = scores.masked_fill(~visible[:, None], float("-inf"))
-    mixed = torch.softmax(scores, dim=-1) @ all_values
-    return mixed.transpose(1, 2).reshape(batch, width, -1)
 
 
 class _UnrolledAttention(torch.autograd.Function):
