@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import signal
@@ -173,7 +172,7 @@ def test_a_diverged_run_says_what_can_be_done(base: Path, kind: str, saved: bool
     start = "--init .*head" if kind == "eagle3" else "another folder with a lower"
     words = f"checkpoint is good: .*{start}.*--lr" if saved else "Nothing was saved yet.*--lr"
     with pytest.raises(TrainingDiverged, match=words):
-        train(dataclasses.replace(settings, lr=math.inf, muon_lr=0.0), overwrite=True)
+        train(dataclasses.replace(settings, lr=1e30, muon_lr=0.0), overwrite=True)
 
 
 def test_a_run_has_one_writer(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
