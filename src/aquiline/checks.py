@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+SEEDS = "0 … 4294967295"
+"""Range of the seeds that settings take: 32 bits."""
+
 
 def check_kind(name: str, value: object, good: bool, allowed: str) -> None:
     """Raises TypeError unless `good`."""
@@ -73,7 +76,7 @@ class Meaning:
     Attributes:
         text: what it does.
         unit: of its number, or of each of its numbers.
-        allowed: range of its numbers: "≥ 1", "> 0" or "0 … 1".
+        allowed: range of its numbers: "≥ 1", "> 0", "0 … 1", or "0 … < 1" without its end.
         choices: its values, where they are names.
         shown: the default in words, where the value does not say it.
         only: kinds of run that it has an effect on; empty: all.
@@ -127,8 +130,9 @@ def within(value: float, allowed: str) -> bool:
     if not math.isfinite(value):
         return False
     if "…" in allowed:
-        low, high = (float(bound) for bound in allowed.split("…"))
-        return low <= value <= high
+        low, high = allowed.split("…")
+        below = value < float(high.strip(" <")) if "<" in high else value <= float(high)
+        return float(low) <= value and below
     sign, bound = allowed.split()
     return value >= float(bound) if sign == "≥" else value > float(bound)
 

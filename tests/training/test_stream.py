@@ -34,6 +34,11 @@ def test_an_epoch_takes_every_conversation_once_and_a_limit_repeats_few() -> Non
     assert len({i for _, i in few.next_batch(400)}) == 3
 
 
+def test_any_seed_of_32_bits_orders_the_data() -> None:
+    first, last = (Mixture(sets(), [1.0, 3.0], 64, seed=seed) for seed in (0, 2**32 - 1))
+    assert first.next_batch(100) != last.next_batch(100)
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_micro_batches_hold_everything_once_within_the_bound(pack: bool) -> None:
     lengths = [5, 40, 3, 17, 17, 60, 2]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from aquiline.checks import check_settings, check_value, setting
+from aquiline.checks import SEEDS, check_settings, check_value, setting
 
 ALL_METHODS = (
     "plain",
@@ -85,7 +85,7 @@ class BenchSettings:
     )
     device: str = setting("cpu", "where the target runs")
     threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
-    seed: int = setting(0, "seed of sampled answers")
+    seed: int = setting(0, "seed of sampled answers", allowed=SEEDS)
     output: str = setting("bench-results", "folder for the results; an interrupted run there is resumed")
     cost_curve: bool = setting(True, "time the target's forward by its number of tokens")
     reference_every: int = setting(
@@ -113,7 +113,7 @@ class TuneSettings:
     )
     max_new_tokens: int = setting(96, "upper bound on an answer", unit="tokens", allowed="≥ 2")
     temperature: float = setting(0.0, "sampling temperature of the answers; 0 is greedy", allowed="≥ 0")
-    seed: int = setting(0, "seed of sampled answers")
+    seed: int = setting(0, "seed of sampled answers", allowed=SEEDS)
     finalists: int = setting(
         3, "trees of each drafter that are measured beside plain decoding and the default", unit="trees", allowed="≥ 1"
     )

@@ -25,7 +25,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--full", dest="preset", action="store_const", const="full", help="all questions; takes hours")
     parser.set_defaults(preset="standard")
     add_target_option(parser)
-    parser.add_argument("--head", action="append", metavar="KIND=FOLDER", help="head that does not ship (repeatable)")
+    parser.add_argument(
+        "--head",
+        action="append",
+        metavar="KIND=FOLDER",
+        help="a head that does not ship; KIND is eagle, eagle3, medusa, hydra or small-model (repeatable)",
+    )
     names = {field.name for field in dataclasses.fields(BenchSettings)}
     add_setting_options(parser, BenchSettings, names - {"target", "try_methods", "heads", "dtype", "device", "threads"})
     parser.add_argument("--json", action="store_true", help="print results.json instead of the table")

@@ -36,7 +36,7 @@ def add_machine_options(parser: Any) -> None:
         help="dtype of the weights; int8 and int4 quantise them (default: bfloat16 or float32, the faster here)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: cpu)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (≥ 1; default: PyTorch's choice)")
 
 
 def add_setting_options(group: Any, settings: type[Any], names: Collection[str]) -> None:
@@ -110,8 +110,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_machine_options(group)
     group.add_argument(
-        "--rows", "--max-rows", dest="rows", type=int, default=8, help="requests that decode together (default: 8)"
-    )
+        "--rows", "--max-rows", dest="rows", type=int, default=8, metavar="N",
+        help="requests that decode together (≥ 1; default: 8)",
+    )  # fmt: skip
     group.add_argument(
         "--shared-lookup",
         action="store_true",
@@ -148,19 +149,23 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Adds the fields of `SamplingParams`; omitted options keep the model's defaults."""
     group = parser.add_argument_group("sampling")
     for name, kind, text in (
-        ("max-new-tokens", int, "upper bound on emitted tokens (default: 128)"),
-        ("min-new-tokens", int, "do not end before this many tokens"),
-        ("temperature", float, "≥ 0; 0 is greedy"),
-        ("top-k", int, "keep the k likeliest tokens; 0 is off"),
-        ("top-p", float, "keep the likeliest tokens up to this total probability; 1 is off"),
-        ("min-p", float, "drop tokens below this fraction of the likeliest one's probability; 0 is off"),
-        ("seed", int, "the same seed gives the same output"),
-        ("repetition-penalty", float, "divides the scores of tokens already in prompt or output; 1 is off"),
-        ("presence-penalty", float, "subtracted from tokens already in the output; 0 is off"),
-        ("frequency-penalty", float, "subtracted per occurrence in the output; 0 is off"),
-        ("n", int, "outputs per prompt"),
+        ("max-new-tokens", int, "upper bound on emitted tokens (≥ 0; default: 128)"),
+        ("min-new-tokens", int, "do not end before this many tokens (≥ 0)"),
+        ("temperature", float, "sampling temperature; 0 is greedy (≥ 0)"),
+        ("top-k", int, "keep the k likeliest tokens; 0 is off (≥ 0)"),
+        ("top-p", float, "keep the likeliest tokens up to this total probability; 1 is off (> 0, ≤ 1)"),
+        ("min-p", float, "drop tokens below this fraction of the likeliest one's probability; 0 is off (≥ 0, < 1)"),
+        ("seed", int, "the same seed gives the same output (64 bits, ≥ -2^63; default: drawn)"),
+        ("repetition-penalty", float, "divides the scores of tokens already in prompt or output; 1 is off (> 0)"),
+        (
+            "presence-penalty",
+            float,
+            "subtracted from the scores of tokens already in the output; 0 is off; < 0 favours them",
+        ),
+        ("frequency-penalty", float, "subtracted per occurrence in the output; 0 is off; < 0 favours repetition"),
+        ("n", int, "outputs per prompt (≥ 1; default: 1)"),
     ):
-        group.add_argument(f"--{name}", type=kind, help=text)
+        group.add_argument(f"--{name}", type=kind, metavar="N", help=text)
     group.add_argument("--stop", action="append", help="string that ends the output (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end tokens")
     group.add_argument(

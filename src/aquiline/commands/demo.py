@@ -19,8 +19,12 @@ PROMPT = "Give me five tips for learning a new language, with a short explanatio
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("prompt", nargs="?", default=PROMPT, help="a user's turn")
-    parser.add_argument("--max-new-tokens", type=int, default=160, help="length of the answer (default: 160)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each mode, alternating (default: 3)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=160, metavar="N", help="length of the answer (tokens ≥ 1; default: 160)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed runs of each mode, alternating (≥ 1; default: 3)"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_model_options(parser)
 

@@ -17,7 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--norm-before-residual", action=argparse.BooleanOptionalAction, default=None, help="the residual is normed"
     )
-    group.add_argument("--rope-theta", type=float, help="base of the rotary frequencies")
+    group.add_argument("--rope-theta", type=float, metavar="N", help="base of the rotary frequencies (> 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -39,9 +39,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         action="append",
+        metavar="N",
         help="0 is greedy; repeat it for an even mixture (≥ 0; default: 0 and 0.8)",
     )
-    group.add_argument("--max-new-tokens", type=int, default=384, help="budget of an answer (tokens ≥ 1; default: 384)")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=384, metavar="N", help="budget of an answer (tokens ≥ 1; default: 384)"
+    )
     add_setting_options(group, RegenerateSettings, set(meanings(RegenerateSettings)) - {"limit"})
 
 

@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     vllm = parser.add_argument_group("--engine vllm")
     vllm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for vLLM's server")
-    vllm.add_argument("--draft-tokens", type=int, help="length of the draft chains (default: 3)")
+    vllm.add_argument("--draft-tokens", type=int, metavar="N", help="length of the draft chains (≥ 1; default: 3)")
     vllm.add_argument(
         "--dry-run", action="store_true", help="run all checks, then print the command instead of starting it"
     )

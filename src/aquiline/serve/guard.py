@@ -33,7 +33,7 @@ class ServerSettings:
     """Settings of a server; the meaning of each option is written once, here."""
 
     host: str = setting("127.0.0.1", "address to bind; the default is this machine alone")
-    port: int = setting(8000, "port; 0 chooses a free one", allowed="0 … 65535")
+    port: int = setting(8000, "port; 0 chooses a free one", allowed="0 … 65535", shown="8000")
     served_model_name: str = setting("model", "the model's name in requests", shown="--target")
     api_key: str | None = setting(None, "key that requests must carry", shown="AQUILINE_API_KEY, else none")
     cors: tuple[str, ...] = setting((), "web pages that may call the server, as https://host", unit="origins")

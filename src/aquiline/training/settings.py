@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any
 
-from aquiline.checks import check_settings, check_value, meanings, setting
+from aquiline.checks import SEEDS, check_settings, check_value, meanings, setting
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,13 @@ class PrepareSettings:
         "truncate", "cut longer conversations at --max-length, or drop them", choices=("truncate", "drop")
     )
     validation_fraction: float = setting(
-        0.02, "prompts that are held out for validation", unit="share", allowed="0 … 1", flag="validation"
+        0.02, "prompts that are held out for validation", unit="share", allowed="0 … < 1", flag="validation"
     )
     strict: bool = setting(False, "stop at the first unusable record instead of counting it")
     limit: int | None = setting(None, "stop after this many conversations", allowed="≥ 1", shown="all of them")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_value("validation_fraction", self.validation_fraction, self.validation_fraction < 1, "0 ≤ share < 1")
 
 
 EAGLE, PARALLEL, SMALL = ("eagle3", "eagle"), ("medusa", "hydra"), ("small-model",)
@@ -82,13 +81,21 @@ class TrainSettings:
         shown="compute them each time",
     )
     keep_layers: tuple[int, ...] = setting(
-        (), "further feature layers to keep in --features, for heads that read them", unit="layer boundary"
+        (),
+        "further feature layers to keep in --features, for heads that read them",
+        unit="layer boundaries",
+        allowed="≥ 0",
     )
     limit_conversations: tuple[int, ...] = _per_set(
         "for each set, use only this many conversations; 0 uses all", shown="all"
     )
     layers: tuple[int, ...] | None = setting(
-        None, "feature layers that the head reads", unit="layer boundary", shown="2, n/2 and n-3", only=("eagle3",)
+        None,
+        "feature layers that the head reads",
+        unit="layer boundaries",
+        allowed="≥ 0",
+        shown="2, n/2 and n-3",
+        only=("eagle3",),
     )
     draft_vocab_size: int | None = setting(
         None,
@@ -178,7 +185,7 @@ class TrainSettings:
         "bfloat16", "dtype in which the target and the copies of the head compute", choices=("bfloat16", "float32")
     )
     tensorboard: bool = setting(False, "also write TensorBoard events into the output folder")
-    seed: int = setting(0, "order of the data, noise and random weights")
+    seed: int = setting(0, "order of the data, noise and random weights", allowed=SEEDS)
 
     def __post_init__(self) -> None:
         check_value("kind", self.kind, self.kind in KINDS, ", ".join(KINDS))

@@ -162,7 +162,7 @@ class Mixture:
         return min(size, limit) if limit else size
 
     def _shuffled(self, size: int, source: int, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + source) * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(((self.seed * 1_000_003 + source) * 1_000_003 + epoch) % (1 << 64))
         order: list[int] = torch.randperm(size, generator=generator).tolist()
         return order
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from aquiline.checks import check_settings, check_value, setting
+from aquiline.checks import SEEDS, check_settings, check_value, setting
 from aquiline.training.data.messages import Message
 
 
@@ -47,7 +47,7 @@ class RegenerateSettings:
     )
     max_turns: int | None = setting(None, "most turns of a conversation to answer", allowed="≥ 1", shown="all")
     limit: int | None = setting(None, "stop after this many conversations", allowed="≥ 1", shown="all of them")
-    seed: int = setting(0, "seed of sampled answers, and of each conversation's draw from the mixture")
+    seed: int = setting(0, "seed of sampled answers, and of each conversation's draw from the mixture", allowed=SEEDS)
 
     def __post_init__(self) -> None:
         check_settings(self)
