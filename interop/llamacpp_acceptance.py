@@ -26,14 +26,14 @@ from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.loading import target_shape
 
 
-def converted_target(source: Path, task: Task, version: str) -> Path:
-    """The target as float32 GGUF, written once with llama.cpp's converter."""
+def converted_target(source: Path, task: Task, version: str, form: str = "f32") -> Path:
+    """The target as GGUF, written once with llama.cpp's converter."""
 
     def build(folder: Path) -> None:
         print("converting the target", flush=True)
         packages = [str(source / "gguf-py"), os.environ.get("LLAMACPP_PACKAGES", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, packages))}
-        command = [sys.executable, "convert_hf_to_gguf.py", str(task.target), "--outtype", "f32"]
+        command = [sys.executable, "convert_hf_to_gguf.py", str(task.target), "--outtype", form]
         command += ["--outfile", str(folder / "target.gguf")]
         done = subprocess.run(
             command, cwd=source, env=environment, check=False, capture_output=True, text=True, errors="replace"
@@ -41,7 +41,7 @@ def converted_target(source: Path, task: Task, version: str) -> Path:
         if done.returncode:
             raise SystemExit(f"convert_hf_to_gguf.py ended with {done.returncode}:\n{done.stderr[-3000:]}")
 
-    stamp = {"target": target_fingerprint(task.target), "llama.cpp": version}
+    stamp = {"target": target_fingerprint(task.target), "llama.cpp": version, "form": form}
     folder = WORK / f"llamacpp-{task.target.name}-{digest(*stamp.values())}"
     return build_once(folder, stamp, build) / "target.gguf"
 

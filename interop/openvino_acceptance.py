@@ -24,19 +24,19 @@ from aquiline.models.resolve import target_fingerprint
 from aquiline.targets.loading import target_shape
 
 
-def converted_target(task: Task, optimum: str) -> Path:
-    """The target as an OpenVINO model in float32, converted once."""
-    stamp = {"target": target_fingerprint(task.target), "optimum-intel": optimum}
+def converted_target(task: Task, optimum: str, form: str = "fp32") -> Path:
+    """The target as an OpenVINO model with weights of some form, converted once."""
+    stamp = {"target": target_fingerprint(task.target), "optimum-intel": optimum, "form": form}
 
     def build(folder: Path) -> None:
         print("converting the target", flush=True)
         command = [os.environ["AQUILINE_OPTIMUM_CLI"], "export", "openvino", "-m", str(task.target)]
-        command += ["--task", "text-generation-with-past", "--weight-format", "fp32", str(folder)]
+        command += ["--task", "text-generation-with-past", "--weight-format", form, str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"optimum-cli ended with {done.returncode}:\n{done.stderr[-4000:]}")
 
-    return build_once(WORK / f"openvino-{task.target.name}-{stamp['target'][:8]}", stamp, build)
+    return build_once(WORK / f"openvino-{task.target.name}-{form}-{stamp['target'][:8]}", stamp, build)
 
 
 def converted_head(task: Task, optimum: str) -> Path:

@@ -1,4 +1,4 @@
-"""Writes what was recorded in interop/results into docs/interop.md, between its two marks.
+"""Writes what was recorded in interop/results into docs/interop.md and docs/benchmarks.md, between their marks.
 
 python interop/report.py [--check]
 """
@@ -12,11 +12,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 HERE = Path(__file__).parent
-RESULTS, DOCUMENT = HERE / "results", HERE.parent / "docs" / "interop.md"
+RESULTS, DOCUMENTS = HERE / "results", HERE.parent / "docs"
+SPEED = RESULTS / "speed.json"
 MARKS = "<!-- written by interop/report.py -->", "<!-- end of what interop/report.py writes -->"
 
 Record = dict[str, Any]
+
+SPEED_ENGINES = {
+    "transformers-bf16": "transformers, bfloat16",
+    "llamacpp-bf16": "llama.cpp, BF16",
+    "llamacpp-q8_0": "llama.cpp, Q8_0",
+    "llamacpp-q4_0": "llama.cpp, Q4_0",
+    "openvino-fp16": "OpenVINO, fp16",
+    "openvino-int8": "OpenVINO, int8",
+    "openvino-fp16-head": "OpenVINO, fp16, with the EAGLE-3 head",
+    "vllm-bf16": "vLLM, bfloat16",
+    "vllm-bf16-head": "vLLM, bfloat16, with the EAGLE-3 head",
+    "aquiline-bf16": "Aquiline, bfloat16, plain",
+    "aquiline-bf16-auto": "**Aquiline, bfloat16, `auto`**",
+    "aquiline-int8": "Aquiline, int8, plain",
+    "aquiline-int8-auto": "**Aquiline, int8, `auto`**",
+}
+"""Engine, form of the weights, and how it drafts → its label. Their order is that of the table."""
+SPEED_PAIRS = (
+    ("aquiline-bf16", "llamacpp-bf16"),
+    ("aquiline-bf16-auto", "llamacpp-q8_0"),
+    ("aquiline-int8", "llamacpp-q8_0"),
+    ("aquiline-int8-auto", "llamacpp-q8_0"),
+    ("aquiline-bf16-auto", "openvino-fp16-head"),
+    ("aquiline-bf16-auto", "vllm-bf16-head"),
+)
 
 
 def table(runs: Sequence[Record]) -> str:
@@ -98,8 +126,59 @@ def server(outcome: Record) -> str:
     )
 
 
-def text() -> str:
-    """Everything between the marks."""
+def rates(run: Record, name: str) -> np.ndarray:
+    """Tokens/s of an engine, prompt by prompt."""
+    engine = run["engines"][name]
+    return np.divide(engine["tokens"], engine["seconds"])
+
+
+def median(values: np.ndarray) -> tuple[float, float, float]:
+    """A median over prompts and its 95 % bootstrap interval."""
+    drawn = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
+    low, high = np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5))
+    return float(np.median(values)), float(low), float(high)
+
+
+def ratio(run: Record, name: str, base: str) -> str:
+    """How many times as fast as another an engine is, paired by prompts."""
+    middle, low, high = median(rates(run, name) / rates(run, base))
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def speed_text(run: Record) -> str:
+    """The comparison of speeds: its conditions, the table, some ratios, and who is missing."""
+    there = [name for name in SPEED_ENGINES if name in run["engines"]]
+    titles = ["engine", "tokens/s", f"over {SPEED_ENGINES[there[0]]}", "equal outputs", "versions"]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for name in there:
+        engine = run["engines"][name]
+        equal = "" if engine["equal"] is None else f"{engine['equal']} of {run['prompts']}"
+        versions = ", ".join(f"{package} {version}" for package, version in engine["versions"].items())
+        cells = [SPEED_ENGINES[name], f"{median(rates(run, name))[0]:.1f}", ratio(run, name, there[0]), equal, versions]
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = [
+        f"* **{SPEED_ENGINES[a].strip('*')}** over {SPEED_ENGINES[b]}: {ratio(run, a, b)}"
+        for a, b in SPEED_PAIRS
+        if a in there and b in there
+    ]
+    notes += [f"* **Left out:** {SPEED_ENGINES[name].strip('*')}" for name in run["left_out"]]
+    return "\n\n".join(filter(None, [conditions(run), "\n".join(lines), "\n".join(notes)]))
+
+
+def conditions(run: Record) -> str:
+    """What ran where, and how quiet the machine was."""
+    when = f", {run['recorded']}" if "recorded" in run else ""
+    return (
+        f"{run['target']} on {run['cpu']}, {run['threads']} threads{when}; {run['prompts']} prompts, at most "
+        f"{run['limit']} tokens each, greedy; the\nhead is `{run['head']}` ({run['model.safetensors'][:8]}), k = "
+        f"{run['k']}. Other processes used {run['busy_cores']:.2f} cores meanwhile. Tokens/s are medians over\n"
+        "prompts; ratios are medians of the prompts' own, with 95 % bootstrap intervals. Equal outputs: as Aquiline's\n"
+        "plain decoding, in bfloat16 or, for `auto`, with the same weights."
+    )
+
+
+def interop_text() -> str:
+    """Acceptance in other engines, and what their loaders and a server made of our heads."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     runs = [record for record in records.values() if "theirs" in record]
     notes = [loader(record) for name, record in records.items() if name.startswith("speculators")]
@@ -109,17 +188,25 @@ def text() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the document is not up to date")
-    args = parser.parse_args()
-    before = DOCUMENT.read_text(encoding="utf-8")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is not up to date")
+    check = parser.parse_args().check
+    update(DOCUMENTS / "interop.md", interop_text(), check)
+    if SPEED.exists():
+        picture = "![tokens/s by engine](speed.png)"
+        update(DOCUMENTS / "benchmarks.md", f"{speed_text(json.loads(SPEED.read_text()))}\n\n{picture}", check)
+
+
+def update(document: Path, text: str, check: bool) -> None:
+    """Writes text between a document's marks, or fails if it is not there."""
+    before = document.read_text(encoding="utf-8")
     start, end = (before.find(mark) for mark in MARKS)
     if not 0 <= start < end:
-        sys.exit(f"{DOCUMENT} lacks the marks {MARKS[0]} and {MARKS[1]}")
-    after = f"{before[: start + len(MARKS[0])]}\n{text()}\n{before[end:]}"
-    if not args.check:
-        DOCUMENT.write_text(after, encoding="utf-8")
+        sys.exit(f"{document} lacks the marks {MARKS[0]} and {MARKS[1]}")
+    after = f"{before[: start + len(MARKS[0])]}\n{text}\n{before[end:]}"
+    if not check:
+        document.write_text(after, encoding="utf-8")
     elif after != before:
-        sys.exit(f"{DOCUMENT} is not what {RESULTS} says; run python interop/report.py")
+        sys.exit(f"{document} is not what {RESULTS} says; run python interop/report.py")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import doctest
 import json
 import re
 import shlex
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -99,6 +101,12 @@ def test_the_figures_of_the_readme_were_measured() -> None:
     for figure in (f"{plain['median']:.2f}×", f"({plain['low']:.2f}–{plain['high']:.2f})", f"{hf['median']:.2f}×"):
         assert figure in headline
     assert equal["auto"] in headline
+
+
+def test_comparisons_with_other_engines_are_what_was_recorded() -> None:
+    command = [sys.executable, str(ROOT / "interop" / "report.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
