@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "aquiline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("checks", "race"),
-    ("tree", "sampling", "stats"),
+    ("tree", "sampling", "stats", "watch"),
     ("verify", "cache"),
     ("models",),
     ("native",),

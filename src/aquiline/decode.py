@@ -22,6 +22,7 @@ from aquiline.stats import GenerationStats
 from aquiline.targets.target import Feature, Target, TargetInput, TargetOutput
 from aquiline.tree import DraftTree
 from aquiline.verify import Acceptance, Ends, accept, accept_lossy, accept_sampled, endless, walk
+from aquiline.watch import Judged
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward, to bound the memory of a prefill; the result equals a single pass."""
@@ -72,6 +73,7 @@ class StepResult:
         logits: (len(tokens), V) float32 target logits that each token was chosen from, if requested.
         sources: per token, what drafted it ("head", "lookup", …); the last one is the "target"'s own.
         error: raised by the choice of the token after `tokens`; the row can only be freed.
+        judged: for each judged depth, what drafted there, and whether it was accepted.
     """
 
     slot: int
@@ -79,6 +81,7 @@ class StepResult:
     logits: Tensor | None = None
     sources: Sequence[str] = ("target",)
     error: Exception | None = None
+    judged: Sequence[Judged] = ()
 
 
 def new_state(target: Target, drafter: Drafter | None, slots: int, capacity: int) -> DecodeState:
@@ -165,13 +168,13 @@ def step(
         accepted = _accept(tree, out.logits, rows, [occupant.ends for occupant in occupants], lossy)
         emitted = _emitted(tree, accepted)
     _commit(target, drafter, state, rows, tree, out, accepted, emitted)
-    _count(tree, occupants, accepted, lossy is not None and not lossy.exact)
     names = trees.node_sources(tree, drafter.needs.source if drafter else "target")
+    judged = _count(tree, names, occupants, accepted, lossy is not None and not lossy.exact)
     results = []
     for i, (slot, tokens, row) in enumerate(zip(slots, emitted, accepted, strict=True)):
         logits = out.logits[i, trees.index_on(target.device, *row.path)] if keep_logits else None
         sources = [*(names[i][node] for node in row.path[1:]), "target"][: len(tokens)]
-        results.append(StepResult(slot, tokens, logits, sources, row.error))
+        results.append(StepResult(slot, tokens, logits, sources, row.error, judged[i]))
     return results
 
 
@@ -262,15 +265,25 @@ def _commit(
         drafter.extend(committed if len(going) == len(emitted) else committed.pick(going), state.drafter_state)
 
 
-def _count(tree: DraftTree, occupants: Sequence[Occupant], accepted: Sequence[Acceptance], lossy: bool) -> None:
+def _count(
+    tree: DraftTree,
+    names: Sequence[Sequence[str]],
+    occupants: Sequence[Occupant],
+    accepted: Sequence[Acceptance],
+    lossy: bool,
+) -> list[list[Judged]]:
+    """Adds the step to the rows' counters; returns what was judged at each depth, by row."""
     parents, nodes = tree.parents.tolist(), tree.num_nodes.tolist()
     candidates = nodes if tree.num_candidates is None else tree.num_candidates.tolist()
+    judged: list[list[Judged]] = []
     for i, (row, occupant) in enumerate(zip(accepted, occupants, strict=True)):
+        judged.append([(names[i][node], True) for node in row.path[1:]])
         if not row.path:
             continue
+        below = parents[i][: candidates[i]]
         # The children below the path were judged only if the row went on: an end leaves them undecided.
-        decided = not row.ended and row.error is None
-        drafts = len(row.path) - 1
-        offered = drafts + (decided and row.path[-1] in parents[i][: candidates[i]])
-        occupant.stats.count_step(drafts, offered, nodes[i] - 1)
+        if not row.ended and row.error is None and row.path[-1] in below:
+            judged[i].append((names[i][below.index(row.path[-1])], False))
+        occupant.stats.count_step(len(row.path) - 1, len(judged[i]), nodes[i] - 1)
         occupant.stats.lossy = occupant.stats.lossy or lossy
+    return judged

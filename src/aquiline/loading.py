@@ -22,6 +22,7 @@ from aquiline.engine.text import Prompt, encode_expected, encode_prompt
 from aquiline.native.codes import GROUPS
 from aquiline.sampling import LossyRule, SamplingParams
 from aquiline.targets.target import Target
+from aquiline.watch import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +58,11 @@ class Loaded:
     def tokenizer(self) -> Any:
         """The tokenizer, or None."""
         return self.engine.tokenizer
+
+    @property
+    def watch(self) -> Watch:
+        """Acceptance of all requests so far: `rates` by method and position, and `alarms` if one fell."""
+        return self.engine.watch
 
     def generate(
         self,

@@ -368,6 +368,21 @@ def test_metrics_have_vllms_names_and_add_up() -> None:
         drafted, plain = (found[f'aquiline:row_steps_total{{drafting="{on}",}}'] for on in ("on", "off"))
         assert found["aquiline:mean_accept_length{}"] == pytest.approx(1 + accepted / (drafted + plain))
         assert found["vllm:num_requests_running{}"] == found["vllm:num_requests_waiting{}"] == 0
+        rates = [value for key, value in found.items() if key.startswith("aquiline:acceptance{")]
+        health = running.ask("/health")[2]
+        assert rates == health["acceptance"]["head"] and 0 < rates[0] < 1 and health["alarms"] == []
+
+
+def test_an_alarm_is_a_metric_and_a_field_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aquiline.watch.BLOCK", 2)
+    with serving(path_model()) as running:
+        watch = running.server._parts()[0].watch
+        for accepted in (True, False):
+            for _ in range(100):
+                watch.record([("head", accepted)])
+        assert values(running)['aquiline:acceptance_alarms_total{method="head",}'] == 1
+        (alarm,) = running.ask("/health")[2]["alarms"]
+        assert alarm["method"] == "head" and alarm["position"] == 0 and alarm["before"] == 1
 
 
 def test_the_tokenizer_holds_all_tokens_of_the_networks() -> None:

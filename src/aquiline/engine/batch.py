@@ -223,6 +223,8 @@ class Batch:
             lossy=engine.lossy,
         )
         with self.state.stats.timed("other"):
+            for result in results:
+                engine.watch.record(result.judged)
             return [self._emit(result.slot, result) for result in results]
 
     def _emit(self, row: int, result: StepResult) -> StreamEvent:

@@ -15,6 +15,7 @@ from aquiline.engine.text import EMPTY_PROMPT
 from aquiline.sampling import LogitsProcessor, LossyRule, SamplingParams, check_lossy
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
+from aquiline.watch import Watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class Engine:
         max_rows: requests that decode at once in one call, ≥ 1; the others wait for a slot.
         lock: held while the target or the drafter works.
         process: id of the process that loaded the weights, the only one that may use them.
+        watch: acceptance of all requests, and alarms if it falls.
     """
 
     target: Target
@@ -43,6 +45,7 @@ class Engine:
     max_rows: int = 8
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     process: int = field(default_factory=os.getpid, repr=False)
+    watch: Watch = field(default_factory=Watch, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_rows", integer("max_rows", self.max_rows, 1))

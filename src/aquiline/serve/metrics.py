@@ -11,6 +11,7 @@ from typing import Any
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import StreamEvent
 from aquiline.stats import GenerationStats
+from aquiline.watch import Watch
 
 _WINDOW = 10.0
 """Seconds that the rate of tokens looks back."""
@@ -28,7 +29,9 @@ class Metrics:
         waiting: returns those that wait for one.
     """
 
-    def __init__(self, model: str, slots: int, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, model: str, slots: int, running: Callable[[], int], waiting: Callable[[], int], watch: Watch
+    ) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
@@ -56,6 +59,10 @@ class Metrics:
         self.tokens_by_source = made(Counter, "aquiline:emitted_tokens", "Emitted tokens by origin.", ["source"])
         self.offered_at = made(Counter, "aquiline:offered_per_pos", "Steps with a draft at this depth.", ["position"])
         self.refused = made(Counter, "aquiline:requests_refused", "Requests that were not run.", ["status"])
+        name = "aquiline:acceptance"
+        self.acceptance = made(Gauge, name, "Running n-α by what drafted.", ["method", "position"])
+        self.alarms = made(Counter, "aquiline:acceptance_alarms", "Falls of acceptance.", ["method"])
+        self._watch, self._raised = watch, dict[str, int]()
         made(Gauge, "vllm:num_requests_running", "Requests in a slot.").set_function(running)
         made(Gauge, "vllm:num_requests_waiting", "Requests that wait for a slot.").set_function(waiting)
         made(Gauge, "aquiline:slots", "Slots.").set(slots)
@@ -69,6 +76,12 @@ class Metrics:
         """The metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
+        for method, rates in self._watch.rates.items():
+            for position, rate in enumerate(rates):
+                self.acceptance.labels(model_name=self._model, method=method, position=str(position)).set(rate)
+            raised = self._watch.raised.get(method, 0)
+            self.alarms.labels(model_name=self._model, method=method).inc(raised - self._raised.get(method, 0))
+            self._raised[method] = raised
         return bytes(generate_latest(self.registry))
 
     def began(self, emission: Emission) -> None:

@@ -79,7 +79,7 @@ class Scheduler:
         self._scoring: deque[tuple[Job, int, Iterator[Any]]] = deque()
         self._batch: Batch | None = None
         self._stopping = False
-        self.metrics = Metrics(model, engine.max_rows, lambda: self.running, lambda: self.waiting)
+        self.metrics = Metrics(model, engine.max_rows, lambda: self.running, lambda: self.waiting, engine.watch)
         self._thread = threading.Thread(target=self._run, name="aquiline-scheduler", daemon=True)
 
     @property

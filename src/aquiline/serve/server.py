@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import secrets
@@ -102,8 +103,10 @@ class Server:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     async def _health(self, request: HttpRequest) -> Response:
-        self._parts()
-        return answer_json({"status": "ok"})
+        loaded, _ = self._parts()
+        watch = loaded.watch
+        alarms = [dataclasses.asdict(alarm) for alarm in list(watch.alarms)]
+        return answer_json({"status": "ok", "acceptance": watch.rates, "alarms": alarms})
 
     async def _metrics(self, request: HttpRequest) -> Response:
         _, scheduler = self._parts()
