@@ -6,13 +6,20 @@ import errno
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from aquiline.bench.records import RunLog
 from aquiline.checkpoints.open import resolve_head
-from aquiline.models.files import filling, locked, naming, read_json, replacing, write_text
+from aquiline.models.files import check_room, filling, locked, naming, read_json, replacing, write_text
 from aquiline.models.resolve import resolve_target
+from aquiline.training.data.record_log import RecordLog
+from tests.full_disk import no_file_above
 
 
 def test_an_interrupted_write_leaves_the_previous_file(tmp_path: Path) -> None:
@@ -53,6 +60,47 @@ def test_an_error_without_a_file_gets_one() -> None:
     assert caught.value.filename == "metrics"
     with pytest.raises(OSError, match=r"first") as caught, naming(Path("second")):
         raise OSError(errno.EACCES, "Permission denied", "first")
+
+
+def test_a_failed_write_of_any_library_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    tensors = {"x": torch.zeros(9999)}
+
+    def torch_write(scratch: Path) -> None:
+        with scratch.open("wb") as file:
+            torch.save(tensors, file)
+
+    writes = (torch_write, partial(save_file, tensors), lambda scratch: scratch.write_text("x" * 9999))
+    for write in writes:
+        with no_file_above(999), pytest.raises(OSError, match="File too large") as caught, replacing(path) as scratch:
+            write(scratch)
+        assert caught.value.filename == str(path) and list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="other"), naming(path):
+        raise RuntimeError("other")
+    with pytest.raises(ConnectionResetError, match=r"^.Errno 104. reset$"), naming(path):
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+
+@pytest.mark.parametrize("log", [RecordLog, partial(RunLog, settings={})])
+def test_a_line_that_does_not_fit_leaves_no_half(tmp_path: Path, log: Any) -> None:
+    path = tmp_path / "log.jsonl"
+    lines = log(path)
+    append = lines.append if log is RecordLog else partial(lines.append, "record")
+    append({"id": "one"})
+    before = path.read_bytes()
+    with no_file_above(len(before) + 10), pytest.raises(OSError, match=r"log\.jsonl"):
+        append({"id": "two", "text": "x" * 999})
+    assert path.read_bytes() == before
+    append({"id": "three"})
+    assert path.read_bytes().startswith(before) and b"three" in path.read_bytes()
+    for number in lines.ids if log is RecordLog else ():
+        assert number != "two"
+
+
+def test_room_is_checked_on_the_disk_of_the_output(tmp_path: Path) -> None:
+    check_room(tmp_path / "not" / "made", 10)
+    with pytest.raises(ValueError, match=r"made needs up to [\d,.]+ MB, [\d,.]+ MB are free; make room"):
+        check_room(tmp_path / "not" / "made", 1 << 60)
 
 
 def test_several_files_appear_together(tmp_path: Path) -> None:
@@ -108,7 +156,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -
 
 def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
     for name in ("n" * 250, "日" * 80):
-        write_text(tmp_path / name, "text")
+        with locked(tmp_path / name):
+            write_text(tmp_path / name, "text")
         assert (tmp_path / name).read_text() == "text"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,13 +28,15 @@ from aquiline.engine.request import Engine, Request
 from aquiline.models.resolve import target_fingerprint
 from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
-from aquiline.training import run as training_run
+from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import open_training_set
 from aquiline.training.loop import train
+from aquiline.training.run import Run
 from aquiline.training.settings import EAGLE, KINDS, PARALLEL, TrainSettings, settings_record
 from aquiline.training.step import TrainingDiverged
 from tests import tiny
 from tests.drafters.loop import assert_equal_to_plain
+from tests.full_disk import no_file_above
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
 
@@ -130,22 +135,72 @@ def test_a_resume_with_changed_settings_says_which(base: Path) -> None:
         train(tiny_settings(base, "reference", lr=0.5, ttt_steps=2), resume=True)
 
 
+def stop_after_a_step(run: Run) -> bool:
+    run.stopped = "SIGTERM" if run.step else ""
+    return bool(run.stopped)
+
+
 def test_a_full_disk_leaves_the_previous_checkpoint(
     base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The small head and its card are saved, and the error names the file; a stopped run is no success."""
     settings = tiny_settings(base, "full", total_positions=120)
     train(settings)
-    before = (base / "full" / "checkpoint.pt").read_bytes()
+    checkpoint, head = base / "full" / "checkpoint.pt", base / "full" / "head"
+    before = checkpoint.read_bytes()
+    shutil.rmtree(head)
+    with no_file_above(len(before) - 1):
+        assert train(settings, overwrite=True).stopped == "finished"
+        assert read_head(head, load_target(base / "target", torch.float32).shape) and (head / "README.md").is_file()
+        monkeypatch.setattr(trainer, "_heed", stop_after_a_step)
+        with pytest.raises(OSError, match="File too large") as caught:
+            train(settings, overwrite=True)
+    assert caught.value.filename == str(checkpoint) and checkpoint.read_bytes() == before
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["checkpoint.pt", "head", "metrics.jsonl"]
+    assert f"could not save: [Errno 27] File too large: '{checkpoint}'" in capsys.readouterr().out
 
-    def no_room(value: object, path: Path) -> None:
-        Path(path).write_bytes(b"half")
+
+def test_a_head_that_does_not_fit_is_named_at_the_end(base: Path) -> None:
+    settings = tiny_settings(base, "nothing-fits", total_positions=120)
+    with no_file_above(20_000), pytest.raises(OSError, match="File too large") as caught:
+        train(settings)
+    assert caught.value.filename == str(base / "nothing-fits" / "head")
+    assert [record["step"] for record in metrics(base / "nothing-fits")][-1] == 2, "all of it was done"
+
+
+class Full(io.StringIO):
+    """Standard output in a file on a full disk."""
+
+    def write(self, text: str) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(training_run.torch, "save", no_room)
-    train(settings, overwrite=True)
-    assert (base / "full" / "checkpoint.pt").read_bytes() == before
-    assert not list((base / "full").glob("*.partial*"))
-    assert "No space left" in capsys.readouterr().out
+
+def test_a_log_on_a_full_disk_costs_its_lines_alone(base: Path) -> None:
+    output = base / "mute"
+    output.mkdir()
+    old = json.dumps({"step": 0, "text": "x" * 2_000_000}) + "\n"
+    (output / "metrics.jsonl").write_text(old)
+    settings = tiny_settings(base, "mute", total_positions=120)
+    with (
+        no_file_above(len(old) + 20),
+        pytest.warns(UserWarning, match=r"(metrics\.jsonl|standard output) lacks a line .*make room"),
+        redirect_stdout(Full()),
+    ):
+        assert train(settings).stopped == "finished"
+    assert (output / "metrics.jsonl").read_text() == old and (output / "head" / "config.json").is_file()
+
+
+def test_a_disk_without_room_for_two_checkpoints_shows_before_the_first_step(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (base / "reference" / "checkpoint.pt").stat().st_size
+    settings = tiny_settings(base, "small-disk", total_positions=120)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * size))
+    with pytest.raises(ValueError, match=r"small-disk needs up to [\d.]+ MB, .*larger disk"):
+        train(settings)
+    assert list((base / "small-disk").iterdir()) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 * size))
+    train(settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -145,7 +145,11 @@ def test_a_feature_folder_is_announced_and_must_have_room(
     assert "features in" in capsys.readouterr().out
     data = [open_training_set(base / "set")]
     assert positions_to_keep(data, settings) == min(int(data[0].lengths.sum()), 100 + 60 + 64)
-    monkeypatch.setattr(feature_folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+
+    def full(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=10 if "features" in str(folder) else 1 << 40)
+
+    monkeypatch.setattr(feature_folder.shutil, "disk_usage", full)
     train(settings, resume=True)  # all of it is there
     with pytest.raises(ValueError, match=r"0.00 GB are free; name a folder on a larger disk"):
         train(run(base, "kept-2", features=str(base / "kept-features-2")))

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aquiline.models.files import append_whole
+
 
 @dataclass(frozen=True)
 class Record:
@@ -143,8 +145,8 @@ class RunLog:
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Adds an entry; it is on disk when this returns."""
         entry = {"kind": kind, **values}
-        self.entries.append(entry)
         self._write(entry)
+        self.entries.append(entry)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Returns the entries of a kind, without their `kind` field."""
@@ -154,8 +156,7 @@ class RunLog:
         os.close(self._file)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
-        os.write(self._file, json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-        os.fsync(self._file)
+        append_whole(self._file, self.path, json.dumps(entry, ensure_ascii=False).encode() + b"\n")
 
 
 def pooled_gaps(records: Sequence[Record]) -> list[float]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from aquiline.models.files import beside, naming
+
 STAMP_NAME = "source.json"
 
 
@@ -44,16 +46,17 @@ def build_once(folder: Path, stamp: Mapping[str, Any], build: Callable[[Path], N
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(str(_hidden(folder, "lock"))):
+    with FileLock(str(beside(folder, "lock"))):
         if is_complete(folder, stamp):
             return folder
-        partial = _hidden(folder, "partial")
+        partial = beside(folder, "partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            build(partial)
-            _write_stamp(partial, stamp)
-            _move_into_place(partial, folder)
+            with naming(folder):
+                build(partial)
+                _write_stamp(partial, stamp)
+                _move_into_place(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -70,10 +73,6 @@ def is_complete(folder: Path, stamp: Mapping[str, Any]) -> bool:
     return intact and written == dict(stamp)
 
 
-def _hidden(folder: Path, suffix: str) -> Path:
-    return folder.parent / f".{folder.name}.{suffix}"
-
-
 def _write_stamp(folder: Path, stamp: Mapping[str, Any]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     text = json.dumps({**stamp, "files": sizes}, indent=2) + "\n"
@@ -82,7 +81,7 @@ def _write_stamp(folder: Path, stamp: Mapping[str, Any]) -> None:
 
 def _move_into_place(partial: Path, folder: Path) -> None:
     # A folder cannot be renamed over a non-empty one, so an outdated folder is moved away first.
-    outdated = _hidden(folder, "outdated")
+    outdated = beside(folder, "outdated")
     shutil.rmtree(outdated, ignore_errors=True)
     if folder.exists():
         folder.rename(outdated)

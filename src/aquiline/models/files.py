@@ -6,12 +6,15 @@ only when it is complete; a kill at any moment leaves the previous file.
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,15 +82,21 @@ def user_path(name: str | Path) -> Path:
     return path
 
 
+def beside(path: Path, role: str) -> Path:
+    """Returns the hidden path ``.NAME.ROLE`` beside `path`, with a long name shortened to leave room for more."""
+    path = path.absolute()
+    name = path.name
+    if len(name) > 40:
+        name = f"{name[:32]}{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return path.with_name(f".{name}.{role}")
+
+
 def _scratch(path: Path) -> Path:
     """Returns a hidden path beside `path` for this process, after removing those of dead processes.
 
     Other machines may write into the same folder; their processes cannot be checked from here.
     """
-    name, here = path.name, f"@{platform.node()}"
-    if len(name) > 40:  # the longest names leave no room for more
-        name = f"{name[:32]}{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    stem = f".{name}.partial-"
+    stem, here = f"{beside(path, 'partial').name}-", f"@{platform.node()}"
     for left in path.parent.glob(f"{glob.escape(stem)}*{glob.escape(here)}"):
         number = left.name.removeprefix(stem).removesuffix(here)
         if number.isdigit() and not _runs(int(number)):
@@ -116,7 +125,7 @@ def locked(output: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    path = output.absolute().parent / f".{output.absolute().name}.lock"
+    path = beside(output, "lock")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(str(path), timeout=0)
@@ -137,15 +146,84 @@ def locked(output: Path) -> Iterator[None]:
         lock.release()
 
 
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EBADF}
+"""Errors of a write, not of a connection."""
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the path to an `OSError` that names no file, such as that of a write to a full disk."""
+    """Adds the path to an error of the system that names no file, such as that of a write to a full disk.
+
+    torch and safetensors raise their own errors for a failed write; these become an `OSError`, too.
+    """
+    from safetensors import SafetensorError
+
     try:
         yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
+    except (OSError, RuntimeError, SafetensorError) as error:
+        number = _system_error(error)
+        if number is None:
             raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _system_error(error: BaseException | None) -> int | None:
+    """Returns the number of the storage error that names no file and is, or led to, this one."""
+    while error is not None and not isinstance(error, OSError):
+        if found := re.search(r"\(os error (\d+)\)", str(error)):  # as Rust words it
+            return int(found[1])
+        error = None if error.__cause__ else error.__context__
+    return error.errno if error is not None and error.filename is None and error.errno in _STORAGE else None
+
+
+def check_room(output: Path, wanted: int) -> None:
+    """Rejects an output that its disk has no room for, before work is spent on it.
+
+    Args:
+        output: file or folder, which need not exist.
+        wanted: bytes that the disk must still have.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    folder = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if wanted > free:
+        raise ValueError(
+            f"{output} needs up to {wanted / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free; make room, or name an output "
+            "on a larger disk"
+        )
+
+
+def append_whole(file: int, path: Path, line: bytes) -> None:
+    """Appends to an open file; a part that was written before an error is removed.
+
+    Args:
+        file: descriptor, opened for appending.
+        path: of the file, for the error.
+
+    Raises:
+        OSError: if the line does not fit.
+    """
+    size = os.fstat(file).st_size
+    with naming(path):
+        try:
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file)
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+
+
+@contextmanager
+def losing_lines(path: Path) -> Iterator[None]:
+    """Turns a failed write of a log line into a warning: the work that the log reports must not end with it."""
+    try:
+        with naming(path):
+            yield
+    except OSError as error:
+        warnings.warn(f"{path} lacks a line ({error}); make room for the results of the run", stacklevel=4)
 
 
 @contextmanager
@@ -157,8 +235,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     scratch = _scratch(path)
     try:
-        yield scratch
-        os.replace(scratch, path)
+        with naming(path):
+            yield scratch
+            os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -180,7 +259,8 @@ def filling(folder: Path) -> Iterator[Path]:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        yield scratch
+        with naming(folder):
+            yield scratch
         for made in sorted(scratch.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
             os.replace(made, folder / made.name)
     finally:

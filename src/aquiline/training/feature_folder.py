@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from aquiline.models.files import replacing, write_text
+from aquiline.models.files import check_room, replacing, write_text
 from aquiline.targets.target import Feature
-from aquiline.training.processes import is_main_process
+from aquiline.training.processes import say
 
 _SHARD_BYTES = 256 << 20
 
@@ -100,14 +100,13 @@ class FeatureStore:
         path = self.folder / f"shard-{name}.safetensors"
         size = sum(t.nbytes for t in self.pending.values())
         try:
-            if shutil.disk_usage(self.folder).free < 4 * size:
-                raise OSError(f"less than {4 * size / 1e9:.1f} GB free")
+            check_room(path, 4 * size)  # leaves some to the run's checkpoints
             with replacing(path) as scratch:
                 save_file({k: t.contiguous() for k, t in self.pending.items()}, scratch)
-        except (OSError, RuntimeError) as error:
+        except (OSError, ValueError) as error:
             self.full = True
             self.pending.clear()
-            print(f"feature folder {self.folder}: {error}; training continues without writing to it")
+            say(f"feature folder {self.folder}: {error}; training continues without writing to it")
             return
         self.written.update(dict.fromkeys(self.pending, path))
         self.pending.clear()
@@ -131,8 +130,7 @@ def announce_room(store: FeatureStore, wanted: int) -> None:
             f"features in {store.folder}: {sizes}; name a folder on a larger disk, use fewer conversations "
             "(limit_conversations), or leave features out"
         )
-    if is_main_process():
-        print(f"features in {store.folder}: {sizes}", flush=True)
+    say(f"features in {store.folder}: {sizes}")
 
 
 def open_features(folder: str | Path, stamp: dict[str, Any]) -> FeatureStore:

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from aquiline.drafters.eagle_network import HeadConfig, Network, build_network
-from aquiline.models.files import locked
+from aquiline.models.files import check_room, locked
 from aquiline.training.card import write_card
 from aquiline.training.learners.learner import refresh
 from aquiline.training.metrics import log_acceptance, log_step, name_unmeasured
-from aquiline.training.processes import is_main_process, largest, take_from_main
-from aquiline.training.run import Run, keep_freed_memory, restore, save, start_run
+from aquiline.training.processes import is_main_process, largest, say, take_from_main
+from aquiline.training.run import Run, keep_freed_memory, restore, save, save_head, start_run
 from aquiline.training.settings import TrainSettings
 from aquiline.training.step import example_of, optimiser_step, read_text
 from aquiline.training.validation import measure_acceptance, validation_texts
@@ -61,7 +61,9 @@ def train(
 
     Raises:
         ValueError: for settings, data or a checkpoint that do not fit together, for a checkpoint that is there if
-            neither argument says what to do with it, and for an output that another process writes.
+            neither argument says what to do with it, and for an output that another process writes or that has no
+            room for a checkpoint.
+        OSError: at the end, if what it leaves does not fit; before, that costs a message.
         TrainingDiverged: at a loss that is not finite.
     """
     output = Path(settings.output)
@@ -74,14 +76,15 @@ def train(
 def _train(settings: TrainSettings, resume: bool, build: Callable[[HeadConfig], Network]) -> TrainReport:
     threads = torch.get_num_threads()
     run = start_run(settings, build)
+    if run.main:
+        _check_room(run)
     keep_freed_memory()  # not before: what loading freed goes back
     try:
         if resume and _is_there(run, run.output / "checkpoint.pt"):
             restore(run, run.output / "checkpoint.pt")
         elif run.learner.fit_positions:
             _fit(run)
-        if run.main:
-            name_unmeasured(run)
+        name_unmeasured(run)
         with _stop_signals(partial(setattr, run, "stopped")):
             _loop(run)
     finally:
@@ -110,13 +113,22 @@ def _make_output(output: Path, *, resume: bool, overwrite: bool) -> None:
     (output / "metrics.jsonl").unlink(missing_ok=True)
 
 
+def _check_room(run: Run) -> None:
+    """Rejects a disk without room for two checkpoints and two heads: a new one is written before the old one goes."""
+    parameters = sum(parameter.numel() for parameter in run.learner.network.parameters())
+    checkpoint = run.output / "checkpoint.pt"
+    there = checkpoint.stat().st_size if checkpoint.is_file() else 0
+    # A parameter takes 4 bytes and up to 8 of the optimiser's in a checkpoint, and 2 in a head.
+    check_room(run.output, 2 * (12 + 2) * parameters - there)
+
+
 def _is_there(run: Run, checkpoint: Path) -> bool:
     here = int(checkpoint.is_file())
     somewhere, missing = largest(run.accelerator, here, 1 - here)
     if somewhere and missing:
         raise ValueError(f"{checkpoint} is not visible to every process; give an output folder that all machines share")
-    if not here and run.main:  # the folder may be the wrong one
-        print(f"{run.output} holds no checkpoint to resume: the run starts from the beginning", flush=True)
+    if not here:  # the folder may be the wrong one
+        say(f"{run.output} holds no checkpoint to resume: the run starts from the beginning")
     return bool(here)
 
 
@@ -157,8 +169,7 @@ def _fit(run: Run) -> None:
     texts = {place: read_text(run, place) for place in chosen}
     line = run.learner.fit(run.pool.map(example_of(run, texts), chosen))
     take_from_main(run.accelerator, run.learner.network.parameters())
-    if run.main:
-        print(line, flush=True)
+    say(line)
     save(run)  # a killed run need not solve it again
 
 
@@ -176,12 +187,14 @@ def _loop(run: Run) -> None:
         if time.monotonic() - saved >= settings.save_minutes * 60:
             save(run)
             saved = time.monotonic()
-    save(run)
+    lost = save(run)
     if run.stopped:
+        if lost:  # a resume would repeat what was done since the last checkpoint
+            raise lost[-1]
         return
     _validate(run)
     if run.main:
-        run.learner.save(run.output / "head", next(iter(run.measured.values()), None))
+        save_head(run)
         write_card(run)
 
 
@@ -216,7 +229,7 @@ def _asked_decay(file: Path, usual: int) -> int:
     text = file.read_text(encoding="utf-8", errors="replace").strip()
     file.unlink()
     if text and not text.isdecimal():
-        print(f"{file} holds {text!r}; allowed: a number of positions, or nothing; training continues as before")
+        say(f"{file} holds {text!r}; allowed: a number of positions, or nothing; training continues as before")
         return -1
     return int(text) if text else usual
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aquiline.models.files import append_whole, losing_lines
 from aquiline.training.learners.learner import Acceptance
+from aquiline.training.processes import say
 from aquiline.training.run import Run
 
 
@@ -70,19 +71,18 @@ def _log(run: Run, record: dict[str, Any], line: str) -> None:
     if not run.main:
         return
     append_metrics(run.output, record)
-    print(line, flush=True)
+    say(line)
     if run.settings.tensorboard:
-        _to_tensorboard(run, record)
+        with losing_lines(run.output):
+            _to_tensorboard(run, record)
 
 
 def append_metrics(output: Path, record: Mapping[str, Any]) -> None:
     """Adds a line to a run's ``metrics.jsonl``, numbers to five digits; a full disk costs the line, not the run."""
     path = output / "metrics.jsonl"
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: _rounded(value) for name, value in record.items()}) + "\n")
-    except OSError as error:
-        warnings.warn(f"{path} lacks a line ({error}); make room, or the checkpoint may not fit either", stacklevel=2)
+    line = json.dumps({name: _rounded(value) for name, value in record.items()}) + "\n"
+    with losing_lines(path), path.open("ab", buffering=0) as file:
+        append_whole(file.fileno(), path, line.encode())
 
 
 def _rounded(value: Any) -> Any:
@@ -110,10 +110,9 @@ def name_unmeasured(run: Run) -> None:
     for path in run.settings.validation or run.settings.data:
         if path in run.sets.validation:
             continue
-        print(
+        say(
             f"{path} holds no conversation for validation: acceptance is not measured there; "
-            "prepare more conversations, or a larger share (--validation 0.2)",
-            flush=True,
+            "prepare more conversations, or a larger share (--validation 0.2)"
         )
 
 

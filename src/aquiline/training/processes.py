@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aquiline.models.files import losing_lines
 from aquiline.targets.loading import load_target
 from aquiline.targets.target import Target
 
@@ -74,6 +75,13 @@ def _is_set(variable: str) -> bool:
 def is_main_process() -> bool:
     """True in the process that reports; read from the launcher's environment, before anything has started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def say(line: str) -> None:
+    """Prints a line of progress in the main process; a full disk or a reader that left costs the line, not the run."""
+    if is_main_process():
+        with losing_lines(Path("standard output")):
+            print(line, flush=True)
 
 
 def largest(accelerator: Any, *numbers: int) -> tuple[int, ...]:

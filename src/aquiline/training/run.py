@@ -31,7 +31,7 @@ from aquiline.training.learners.parallel import new_parallel
 from aquiline.training.learners.small import new_small
 from aquiline.training.learners.target_parts import draft_vocabulary, embedding_table, read_out_rows
 from aquiline.training.optim import make_optimisers, rate_factor
-from aquiline.training.processes import load_sharded, shards_target, start_processes, take_from_main
+from aquiline.training.processes import load_sharded, say, shards_target, start_processes, take_from_main
 from aquiline.training.settings import EAGLE, SMALL, TrainSettings, changed_settings, settings_record
 from aquiline.training.stream import Mixture, RunSets, check_sets, open_sets
 
@@ -230,16 +230,32 @@ def _check_lengths(settings: TrainSettings, target: Target) -> None:
     check_features((*(settings.layers or ()), *settings.keep_layers), shape.num_layers)
 
 
-def save(run: Run) -> bool:
-    """Writes the features so far, the checkpoint and the head, each atomically.
+def save(run: Run) -> list[OSError]:
+    """Writes the features so far, the head and the checkpoint, each whole or not at all; the small head first.
 
     Returns:
-        False if the disk had no room; the previous checkpoint is then untouched.
+        The errors of what could not be written, each also printed; its previous files are untouched.
     """
     if run.source.store:
         run.source.store.flush()
+    lost: list[OSError] = []
     if not run.main:
-        return True
+        return lost
+    for write in (save_head, _save_checkpoint):
+        try:
+            write(run)
+        except OSError as error:
+            say(f"could not save: {error}; make room; the previous files are untouched")
+            lost.append(error)
+    return lost
+
+
+def save_head(run: Run) -> None:
+    """Writes the head, with its measured acceptance if there is one."""
+    run.learner.save(run.output / "head", next(iter(run.measured.values()), None))
+
+
+def _save_checkpoint(run: Run) -> None:
     state = {
         "settings": settings_record(run.settings),
         "sets": run.sets.fingerprints,
@@ -249,14 +265,9 @@ def save(run: Run) -> bool:
         "progress": [run.step, run.seen, run.decay_from, run.decay_to],
         "peak": run.peak,
     }
-    try:
-        with replacing(run.output / "checkpoint.pt") as scratch:
-            torch.save(state, scratch)
-        run.learner.save(run.output / "head", next(iter(run.measured.values()), None))
-    except (OSError, RuntimeError) as error:
-        print(f"could not save in {run.output}: {error}; the previous checkpoint is untouched")
-        return False
-    return True
+    # A file of Python's: torch's own hides the system's error.
+    with replacing(run.output / "checkpoint.pt") as scratch, scratch.open("wb") as file:
+        torch.save(state, file)
 
 
 def restore(run: Run, path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from aquiline.checkpoints.open import open_head, stored_eagle
 from tests import tiny
 from tests.checkpoints import head_fixtures as fixtures
 from tests.checkpoints.head_fixtures import IDS, TARGET, VD, H, V, assert_same_bits, eagle3_head
+from tests.full_disk import no_file_above
 
 pytest.importorskip("gguf")
 TEXT_FORMATS = ("safeailab", "speculators", "vllm", "sglang")
@@ -38,6 +41,16 @@ def test_round_trip_eagle3(to: str, tmp_path: Path) -> None:
     assert_same_bits(source, tmp_path / "back")
     assert report.files == ("config.json", "model.safetensors", "README.md")
     assert report.snippet in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = eagle3_head(tmp_path / "head")
+    with no_file_above(5000), pytest.raises(OSError, match="File too large") as caught:
+        export_head(source, "vllm", tmp_path / "out", TARGET)
+    assert caught.value.filename == str(tmp_path / "out") and list((tmp_path / "out").iterdir()) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=5000))
+    with pytest.raises(ValueError, match=r"out needs up to .*larger disk"):
+        export_head(source, "vllm", tmp_path / "out", TARGET)
 
 
 @pytest.mark.parametrize("to", ["safeailab", "vllm", "sglang"])

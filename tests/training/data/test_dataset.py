@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.training.data.dataset import open_training_set
+from aquiline.training.data.dataset import appearing_whole, open_training_set
 from aquiline.training.data.prepare import prepare
+from tests.full_disk import no_file_above
 from tests.training.data.talks import as_messages, lines
 
 
@@ -22,6 +23,24 @@ def test_any_index_of_many_batches(smollm2_folder: Path, tmp_path: Path) -> None
     assert training[-1].source == "talks:600"
     with pytest.raises(IndexError):
         training[600]
+
+
+def test_a_full_disk_is_named_and_nothing_stays_behind(smollm2_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "talks").write_text(lines(as_messages([("user", f"Say {i}"), ("assistant", f"{i}")]) for i in range(9)))
+    for size in (10, 900):
+        with no_file_above(size), pytest.raises(OSError, match="File too large") as caught:
+            prepare(tmp_path / "talks", smollm2_folder, tmp_path / "set", max_length=99)
+        assert caught.value.filename == str(tmp_path / "set")
+        assert [path.name for path in tmp_path.iterdir()] == ["talks"]
+
+
+def test_a_kill_between_two_renames_loses_no_set(tmp_path: Path) -> None:
+    (tmp_path / ".set.replaced").mkdir()
+    (tmp_path / ".set.replaced" / "train.arrow").write_text("whole")
+    with pytest.raises(KeyboardInterrupt), appearing_whole(tmp_path / "set"):
+        raise KeyboardInterrupt
+    assert (tmp_path / "set" / "train.arrow").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 def test_bad_training_sets(source: Path, smollm2_folder: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.checkpoints.export.engines import ENGINES, FORMATS, refusals, sglang_ids
 from aquiline.checkpoints.export.openvino import convert_to_openvino
 from aquiline.checkpoints.open import open_head, stored_eagle
+from aquiline.models.files import check_room, write_text
 from aquiline.models.tensors import write_folder
 from aquiline.targets.target import TargetShape
 
@@ -68,7 +69,7 @@ def export_head(
 
     Raises:
         ValueError: if the engine cannot run this head; says why and which formats can. Also if `output` holds
-            anything but an earlier export to this format, because foreign files are never overwritten.
+            anything but an earlier export to this format, because foreign files are never overwritten, or has no room.
     """
     if to not in ENGINES:
         raise ValueError(f"unknown format {to!r}; allowed: {', '.join(FORMATS)}")
@@ -82,6 +83,8 @@ def export_head(
             f"this head cannot be exported to {to}: {'; '.join(reasons)}. "
             + (f"Formats that can hold it: {', '.join(others)}" if others else "No engine's format can hold it")
         )
+    tensors = [*stored.tensors.values(), *([] if stored.embedding is None else [stored.embedding])]
+    check_room(output, sum(tensor.nbytes for tensor in tensors))
     return _WRITERS[to](stored, output, target, target_name, target_gguf)
 
 
@@ -124,7 +127,7 @@ def _write(
 def _finish(to: str, folder: Path, files: tuple[str, ...], snippet: str, notes: tuple[str, ...]) -> ExportReport:
     text = f"{_heading(to)}\nServe it:\n\n```\n{snippet}\n```\n"
     text += "".join(f"\n{note}\n" for note in notes)
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    write_text(folder / "README.md", text)
     return ExportReport(to, str(folder), (*files, "README.md"), snippet, notes)
 
 

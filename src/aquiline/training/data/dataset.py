@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from aquiline.models.files import naming
+from aquiline.models.files import beside, naming
 
 FORMAT = "aquiline-training-set-1"
 SPLITS = ("train", "validation")
@@ -194,8 +194,9 @@ def appearing_whole(output: Path) -> Iterator[Path]:
 
     Call it under the lock of `output`: it removes what a killed run left behind.
     """
-    output = output.absolute()
-    partial, old = (output.parent / f".{output.name}.{role}" for role in ("partial", "replaced"))
+    partial, old = beside(output, "partial"), beside(output, "replaced")
+    if old.exists() and not output.exists():  # killed between the two renames
+        old.rename(output)
     for left in (partial, old):
         shutil.rmtree(left, ignore_errors=True)
     try:

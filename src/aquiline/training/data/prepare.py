@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from aquiline.models.files import locked
+from aquiline.models.files import check_room, locked
 from aquiline.training.data.conversations import Conversation, Refusal, read_conversations
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, appearing_whole
 from aquiline.training.data.masks import ChatRenderer, Rendered
@@ -46,6 +47,8 @@ TRUNCATED = "truncated to max_length"
 BAD_FOR_TOKENIZER = "the tokenizer fails on the text"
 CONTEXT_ONLY = "earlier answer without loss: the template prints it other than it was generated"
 UNFINISHED = "last answer unfinished: ends without an end of turn"
+
+logger = logging.getLogger("aquiline")
 
 _BATCH_RECORDS = 256
 _BATCH_CHARACTERS = 500_000
@@ -108,6 +111,7 @@ def prepare(
     names, output = [sources] if isinstance(sources, str | Path) else list(sources), Path(output)
     chosen = PrepareSettings(**settings)
     _check_output(output, overwrite)
+    _warn_of_little_room(names, output)
     tokenizer = load_tokenizer(target_path)
     renderer = ChatRenderer(tokenizer, chat_template, chat_template_kwargs)
     job = _Job(names, tokenizer, renderer, chosen, known_ids(Path(target_path)))
@@ -123,6 +127,15 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"{output} exists; choose another folder, or allow overwriting it")
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file, and a training set is a folder; choose another output")
+
+
+def _warn_of_little_room(names: Sequence[str | Path], output: Path) -> None:
+    # About 4 characters are a token, which takes 5 bytes; how many records are refused or cut is not known yet.
+    size = sum(Path(name).stat().st_size for name in names if Path(name).is_file())
+    try:
+        check_room(output, size)
+    except ValueError as error:
+        logger.warning("the set may not fit: %s", error)
 
 
 def _manifest(job: _Job, report: PrepareReport, template_settings: Mapping[str, Any]) -> str:

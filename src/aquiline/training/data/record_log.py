@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aquiline.models.files import naming
+from aquiline.models.files import append_whole
 
 
 class RecordLog:
@@ -35,7 +35,6 @@ class RecordLog:
                 whole += len(line)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.ftruncate(self._file, whole)
-        self._size = whole
         self._lock = threading.Lock()
 
     def __enter__(self) -> RecordLog:
@@ -52,18 +51,7 @@ class RecordLog:
         """
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         with self._lock:
-            try:
-                with naming(self.path):
-                    written = os.write(self._file, line)
-                    if written < len(line):
-                        raise OSError(
-                            f"{self.path}: only {written} of {len(line)} bytes were written; is the disk full?"
-                        )
-                    os.fsync(self._file)
-            except OSError:
-                os.ftruncate(self._file, self._size)
-                raise
-            self._size += len(line)
+            append_whole(self._file, self.path, line)
             self.ids.add(record["id"])
 
 
