@@ -22,7 +22,7 @@ def runs_kernels() -> bool:
     return os.environ.get("AQUILINE_NATIVE") != "0"
 
 
-collect_ignore = [] if runs_kernels() else ["native", "targets/test_native.py", "drafters/test_native_network.py"]
+collect_ignore = [] if runs_kernels() else ["native", "targets/test_native.py", "drafters/test_native.py"]
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,21 @@ APART = ("training", "bench", "serve")
 TRANSFORMERS_AT_THE_TOP = "targets.hf_cache"
 """Its classes derive from classes of transformers; it is itself imported inside functions alone."""
 
+TOPICS = {
+    "drafters/test_sizes.py",  # the largest tree of every drafter
+    "findings/test_ablations.py",  # of benchmarks/findings
+    "native/test_instructions.py",
+    "native/test_products.py",  # of matrix.h
+    "native/test_sanitizers.py",
+    "serve/test_page.py",
+    "targets/test_deep_trees.py",
+    "training/test_devices.py",
+    "training/test_other_targets.py",
+    "training/test_real_training.py",
+    "training/learners/test_parity.py",
+}
+"""Tests in a folder that cover a subject instead of one module; those at the top cover the whole."""
+
 
 @dataclass(frozen=True)
 class Import:
@@ -198,3 +213,13 @@ def test_the_document_draws_the_layers_that_are_tested() -> None:
     assert drawn is not None
     rows = [line.partition("—")[0].split() for line in drawn.group(1).strip().splitlines()]
     assert tuple(tuple(row) for row in reversed(rows)) == LAYERS
+
+
+def test_tests_mirror_the_source() -> None:
+    """A test in a folder bears the name of the module that it tests, or is a topic."""
+    tests = ROOT / "tests"
+    found = {str(file.relative_to(tests)) for file in tests.glob("*/**/test_*.py")}
+    existing = {str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py")}
+    strange = {name for name in found if name.replace("test_", "", 1) not in existing}
+    assert strange - TOPICS == set(), "rename them after the module that they test, or add them to TOPICS"
+    assert TOPICS - strange == set(), "these topics are gone, or are modules"

@@ -17,9 +17,9 @@ TESTED = (
     "tests/native/test_products.py",
     "tests/native/test_codes.py",
     "tests/native/test_chain.py",
-    "tests/native/test_wrong_inputs.py",
+    "tests/native/test_stack.py",
     "tests/targets/test_native.py",
-    "tests/drafters/test_native_network.py",
+    "tests/drafters/test_native.py",
 )
 
 
