@@ -70,7 +70,7 @@ def test_a_copied_beginning_is_the_sources_and_nothing_else_moves() -> None:
     for block, old in ((cache.key_block, before.key_block), (cache.value_block, before.value_block)):
         assert torch.equal(block[:, 2, :, :8], old[:, 0, :, :8])
         assert torch.equal(block[:, 2, :, 8:], old[:, 2, :, 8:]) and torch.equal(block[:, :2], old[:, :2])
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="longer than its source"):
         copy_prefix(cache, 1, 0, 5)
 
 

@@ -363,5 +363,5 @@ def test_starting_imports_only_what_it_needs(base: Path) -> None:
 def test_only_the_named_command_fills_its_options() -> None:
     parsed = build_parser("generate").parse_args(["generate", "x", "--temperature", "0.5"])
     assert parsed.temperature == 0.5
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         build_parser("generate").parse_args(["train", "x", "--output", "y"])

@@ -188,7 +188,7 @@ def test_the_fuzz_would_notice(batches: list[Batch]) -> None:
         return replace(right, token_ids=[*right.token_ids[:-1], (right.token_ids[-1] + 1) % fuzz.vocabulary])
 
     fuzz.answer = wrong  # type: ignore[method-assign]
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="SamplingParams"):
         for _ in range(5):
             run(fuzz, batches)
 

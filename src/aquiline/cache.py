@@ -174,7 +174,7 @@ def truncate(cache: KVCache, row: int, length: int) -> None:
 
 def copy_prefix(cache: KVCache, source: int, target: int, length: int) -> None:
     """Copies the first `length` positions of row `source` to row `target` (shared prompts)."""
-    assert length <= int(cache.lengths[source])
+    assert length <= int(cache.lengths[source]), "a copy cannot be longer than its source"
     for block in cache.blocks:
         block[:, target, :, :length] = block[:, source, :, :length]
     cache.lengths[target] = length

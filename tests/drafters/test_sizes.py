@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,9 +38,8 @@ CONTEXT = 256
     ],
 )
 def test_too_large_a_tree_names_value_limit_and_remedy(make: Callable[[], Any], words: Sequence[str]) -> None:
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in (*words, str(MOST_NODES)))):
         make()
-    assert all(word in str(refusal.value) for word in (*words, str(MOST_NODES))), refusal.value
 
 
 @pytest.mark.parametrize("settings", [{"depth": 1.5}, {"max_ngram": "x"}])

@@ -259,7 +259,7 @@ class _Interrupted:
         self.at -= 1
         if self.at == 0:
             self.inner.forward(*args)  # what it wrote stays behind
-            raise self.error
+            raise self.error("interrupted")
         return self.inner.forward(*args)
 
 
@@ -271,7 +271,7 @@ def test_an_interrupt_frees_the_slots_and_leaves_the_engine_usable(
     made = engine(True)
     target = _Interrupted(made.target, at, error)  # type: ignore[arg-type]
     broken = replace(made, target=target)  # type: ignore[arg-type]
-    with pytest.raises(error):
+    with pytest.raises(error, match="interrupted"):
         generate_requests(broken, requests(3, ignore_eos=True))
     assert_free(batches)
     assert ids(generate_requests(broken, requests(3))) == ids(generate_requests(engine(False), requests(3)))
@@ -279,9 +279,9 @@ def test_an_interrupt_frees_the_slots_and_leaves_the_engine_usable(
 
 def test_an_error_of_the_consumer_frees_the_slots(batches: list[Batch]) -> None:
     def fail(event: StreamEvent) -> None:
-        raise LookupError
+        raise LookupError("the screen is gone")
 
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError, match="the screen is gone"):
         generate_requests(engine(True), requests(3), progress=fail)
     assert_free(batches)
 

@@ -266,6 +266,6 @@ def test_the_command_says_what_is_allowed(capsys: pytest.CaptureFixture[str]) ->
         (["--head", "eagle"], "NAME=FOLDER"),
         (["x", "--heads", "y"], "eagle-token"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit, match="2"):
             main(arguments)
         assert said in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_everything_runs_without_kernels(environment: dict[str, str]) -> None:
         "import torch, aquiline; from tests import tiny\n"
         "aquiline.load(tiny.hf_model('llama', torch.float32), exact=True)"
     )
-    with pytest.raises(subprocess.CalledProcessError) as error:
+    with pytest.raises(subprocess.CalledProcessError, match="exit status 1") as error:
         run(refused, **environment)
     shown = error.value.stderr
     assert "exact is True" in shown and any(why in shown for why in ("AQUILINE_NATIVE=0", "install g++"))

@@ -348,7 +348,7 @@ def test_foreign_caches_and_full_contexts_are_errors() -> None:
     strided.value_block = strided.value_block.transpose(3, 4).contiguous().transpose(3, 4)
     with pytest.raises(ValueError, match=r"value block.*strides"):
         copy.forward(TargetInput(tokens, positions, None, strided, [0]))
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="out of range"):
         copy.forward(TargetInput(tokens, positions, None, copy.new_cache(1, 8), [1]))
     with pytest.raises(ValueError, match="cache row -1"):
         copy.forward(TargetInput(tokens, positions, None, copy.new_cache(1, 8), [-1]))

@@ -21,7 +21,7 @@ def test_any_index_of_many_batches(smollm2_folder: Path, tmp_path: Path) -> None
         assert training[index].source == f"talks:{index + 1}"
         assert len(training[index].input_ids) == training.lengths[index]
     assert training[-1].source == "talks:600"
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="600"):
         training[600]
 
 
