@@ -1,6 +1,6 @@
 """Measures the acceptance of an EAGLE head in bfloat16 and in int8, on the same questions and outputs.
 
-python benchmarks/draft_weights.py ../shared/data/eval/mt_bench.jsonl --out benchmarks/results/draft-weights.json
+python benchmarks/draft_weights.py QUESTIONS/mt_bench.jsonl --out benchmarks/results/draft-weights.json
 """
 
 from __future__ import annotations

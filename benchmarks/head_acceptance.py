@@ -1,6 +1,6 @@
 """Measures the acceptance of heads on the target's own greedy answers to questions, for docs/heads.md.
 
-    python benchmarks/head_acceptance.py ../shared/data/eval/mt_bench.jsonl smollm2-eagle3 smollm2-eagle
+    python benchmarks/head_acceptance.py QUESTIONS/mt_bench.jsonl smollm2-eagle3 smollm2-eagle
 
 First turns only, teacher-forced chains and the fixed tree, in bfloat16.
 """

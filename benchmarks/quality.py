@@ -1,6 +1,6 @@
 """Measures how rounding the weights changes perplexity and agreement with float32, for docs/benchmarks.md.
 
-    python benchmarks/quality.py ../shared/data/eval --out benchmarks/results/quality.json
+    python benchmarks/quality.py QUESTIONS --out benchmarks/results/quality.json
 
 Texts are the first questions of each file and the target's own greedy float32 continuations of them. Perplexity is
 that of the questions and of the continuations; agreement is the share of positions of the continuations where the

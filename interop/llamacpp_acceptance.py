@@ -4,7 +4,7 @@
 
 The target becomes a float32 GGUF file by llama.cpp's own converter; the head by our export. LLAMACPP_PACKAGES
 names a folder with what the converter imports and this environment lacks. Converted models and the results of each
-prompt are kept under interop/.work, so that a run that is cut off goes on where it stopped.
+prompt are kept under interop/.work, so an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run_plain(program: Path, target: Path, prompt: str, limit: int) -> str:
 
 
 def new_text(printed: str, prompt: str) -> str:
-    """What a program printed behind the prompt, up to the empty line that ends it."""
+    """Returns what a program printed after the prompt, up to the empty line that ends it."""
     at = printed.find(prompt)
     if at < 0:
         raise SystemExit(f"llama.cpp did not print the prompt, but:\n{printed[:2000]}")
@@ -90,7 +90,7 @@ def new_text(printed: str, prompt: str) -> str:
 
 
 def same_text(left: str, right: str) -> bool:
-    """Equal, up to a different budget: the longer goes on where the shorter ends."""
+    """Equal, up to a different budget: the longer continues the shorter."""
     left, right = left.strip(), right.strip()
     return left.startswith(right) or right.startswith(left)
 

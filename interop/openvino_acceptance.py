@@ -3,7 +3,7 @@
     python interop/openvino_acceptance.py HEAD --python OPENVINO_PYTHON [--k 4] [--limit 96] [--prompts 24]
 
 AQUILINE_OPTIMUM_CLI names the converter. Converted models are kept under interop/.work, as are the results of each
-prompt, so that a run that is cut off goes on where it stopped.
+prompt, so an interrupted run resumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results in pieces: a comparison that is cut off goes on where it stopped.
+"""Results in pieces: an interrupted comparison resumes.
 
 Every series of results (an engine with drafts, an engine without, our own chains) is a file of JSON lines under
 `interop/.work` or INTEROP_WORK. One line, a piece, holds some prompts in order and what came out of them. The file's
@@ -46,13 +46,13 @@ def installed_version(python: str, package: str) -> str:
 
 
 def collect(name: str, prompts: Sequence[list[int]], run: Run, label: str) -> Piece:
-    """All results of a series: those that are there, and those that `run` makes of the other prompts.
+    """Returns all results of a series: reads those in the file, and calls `run` for the other prompts.
 
     Args:
         name: of the file; names or digests all that the results depend on.
-        prompts: token ids; what is there of other prompts is made anew.
-        run: makes the pieces that are missing.
-        label: what is running, for the lines that tell of its progress.
+        prompts: token ids; results of other prompts are replaced.
+        run: makes the missing pieces.
+        label: name of the series in progress lines.
 
     Returns:
         One piece with everything.

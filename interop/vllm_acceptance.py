@@ -3,7 +3,7 @@
     python interop/vllm_acceptance.py HEAD --python VLLM_PYTHON [--k 4] [--limit 96] [--prompts 24]
 
 VLLM_PRELOAD names the libraries that vLLM's processes preload. Results are kept under interop/.work for each batch of
-prompts, so that a run that is cut off goes on where it stopped.
+prompts, so an interrupted run resumes.
 """
 
 from __future__ import annotations

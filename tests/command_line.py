@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did."""
+    """Result of a command."""
 
     code: int
     out: str

@@ -107,6 +107,6 @@ class KnowingDrafter:
             first = len(tokens)
             tokens += children
             parents += [node] * len(children)
-            # After an error the draft goes on below a wrong token, as real drafters do.
+            # After an error the draft continues below a wrong token, as real drafters do.
             node = first + (0 if wrong else children.index(right))
         return tokens, parents

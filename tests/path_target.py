@@ -1,7 +1,7 @@
 """A target without a network: its logits depend on the whole visible text, read from the cache.
 
 Cheap enough for thousands of requests and exact: an entry that was lost, moved, copied wrongly
-or masked wrongly changes the logits of everything behind it.
+or masked wrongly changes the logits of everything after it.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a program on the other end of the pipes sees of `generate` and `chat`, and when."""
+"""Output of `generate` and `chat` as a program at the other end of the pipes sees it, and when."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ NAMED = {
     "Hydra": ("hydra", None),
     "small model": ("llama", "chain:4"),
 }
-"""What a user names: a draft and a tree."""
+"""A draft and a tree, as users name them."""
 
 
 def _made(name: str, target: Target, device: torch.device) -> Drafter:

@@ -1,4 +1,4 @@
-"""What the documents tell people to type: it runs, or at least every option of it exists."""
+"""Commands and code of the documents run, or at least all their options exist."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class AblationSettings:
         batch_sizes: for the speedup by batch size.
         heads: names of the heads to train and measure; empty: all of `findings.HEADS`.
         output: folder; a run that was cut off there is resumed.
-        dtype: of the weights; None: what is fast here.
+        dtype: of the weights; None: the fastest on this machine.
         device: where the target runs.
         threads: CPU threads; None: PyTorch's choice.
     """
@@ -128,7 +128,7 @@ class AblationReport:
 def run_ablations(
     settings: AblationSettings, train: TrainHead, bed: Bed | None = None, *, quiet: bool = False
 ) -> AblationReport:
-    """Trains the heads that are neither given nor there yet, measures each, and compares them.
+    """Trains the missing heads, measures each, and compares them.
 
     Every step leaves its result in the output folder and is not done twice.
 
@@ -180,7 +180,7 @@ def _seeds(settings: AblationSettings) -> tuple[int, ...]:
 
 
 def _origin(settings: AblationSettings, spec: HeadSpec, num_layers: int) -> dict[str, Any]:
-    """What differs in the head's training, or which head was given."""
+    """Describes what differs in the head's training, or names the head that was given."""
     given = dict(settings.given).get(spec.name)
     return spec.training(num_layers) if given is None else {"given": given}
 
@@ -228,7 +228,7 @@ def _kept(settings: AblationSettings, spec: HeadSpec, num_layers: int) -> dict[s
 
 
 def _validated(output: Path) -> dict[str, dict[str, Any]]:
-    """What the trainer measured on each validation split at its end, teacher-forced."""
+    """Reads the final teacher-forced measurements of each validation split from the trainer's log."""
     file = output / "metrics.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     records = [json.loads(line) for line in lines]

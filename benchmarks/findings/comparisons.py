@@ -1,4 +1,4 @@
-"""What the papers found, which heads and methods test it, and how ours compare."""
+"""Compares our measurements with the findings of the papers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from aquiline.bench.metrics import FIRST_TURNS
 
 HELD_OUT = "held-out"
-"""Task of what is measured teacher-forced."""
+"""Task name of teacher-forced measurements."""
 
 BATCH_METHOD = "eagle3:chain"
 """Method whose speedup is measured by batch size."""
@@ -166,7 +166,7 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def comparable(comparison: Comparison, runs: Runs) -> bool:
-    """Whether both sides of a finding were measured in the same way."""
+    """True if both sides of a finding were measured in the same way."""
     return _measured_sides(comparison, runs) is not None
 
 
@@ -217,7 +217,7 @@ def _values(runs: Runs, head: str, method: str, way: str) -> dict[str, list[Any]
 
 
 def is_overall(cell: Mapping[str, Any]) -> bool:
-    """Whether a cell of a benchmark is kept: those over all tasks, and what larger batches compare with."""
+    """True for cells over all tasks, and for the batch-1 cells that larger batches compare with."""
     return cell["task"] == "all" or _of_first_turns(cell)
 
 
@@ -252,7 +252,7 @@ def render_findings(results: Mapping[str, Any]) -> str:
 
 
 def _origin(settings: Mapping[str, Any]) -> str:
-    """Where the heads come from."""
+    """Describes the origin of the heads."""
     if settings.get("given"):
         return "heads as given: " + ", ".join(f"{name} = {head}" for name, head in settings["given"])
     return f"{settings['positions']:,} positions a head, seeds {', '.join(map(str, settings['seeds']))}"

@@ -49,4 +49,4 @@ VARIANTS: dict[str, type[EagleNetwork]] = {
     "feature": FeatureNetwork,
     "token": TokenNetwork,
 }
-"""What a row reads → its network."""
+"""Inputs of a row → the network that reads them."""

@@ -30,7 +30,7 @@ def test_the_same_tokens_as_plain_decoding(bed: Bed, rows: int) -> None:
     for row, first in zip(record.gaps, record.first_token_seconds, strict=True):
         assert len(row) == 19 and all(n == 1 for _, n in row)
         assert 0 < first + sum(s for s, _ in row) <= record.seconds
-    # A row ends with its end token; the padding behind it is no output.
+    # A row ends with its end token; the padding after it is not output.
     end = record.outputs[0][5]
     ended = measure(Bed(bed.target, None, (end,), bed.path, "tiny", {}), hf, case)
     at = record.outputs[0].index(end)

@@ -189,7 +189,7 @@ def test_methods_that_part_from_one_text_share_its_forwards(bed: Bed, monkeypatc
 def test_neighbouring_numbers_of_16_bits_are_a_near_tie(
     bed: Bed, dtype: str, tie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all forwards have the same bits, the branches of a tree may still round to the next number."""
+    """Branches of a tree may round to the next number even if all single forwards have the same bits."""
     import torch
 
     plain = measure(bed, PLAIN, case(4))

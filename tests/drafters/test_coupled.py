@@ -85,7 +85,7 @@ def test_filters_keep_what_sampling_keeps() -> None:
 
 
 def test_a_wide_nucleus_bars_nothing() -> None:
-    """Where 128 tokens do not hold top_p, the draft keeps all."""
+    """The draft keeps all tokens if the likeliest 128 do not hold top_p."""
     raced = Coupling()(torch.zeros(1, 400), rows_at([4], SamplingParams(temperature=1.0, top_p=0.9)), 1)
     assert bool(raced.isfinite().all())
 

@@ -62,7 +62,7 @@ def test_killed_build_is_cleared_by_the_next(tmp_path: Path) -> None:
     assert not (tmp_path / ".name.partial").exists()
 
 
-def test_outdated_or_damaged_folder_is_built_anew(tmp_path: Path) -> None:
+def test_outdated_or_damaged_folder_is_built_again(tmp_path: Path) -> None:
     folder = tmp_path / "name"
     build_once(folder, {"v": 1}, write("old"))
     build_once(folder, {"v": 2}, write("new"))

@@ -1,4 +1,4 @@
-"""What users name becomes a folder, or an error that says what to do."""
+"""Names become folders, or errors with a remedy."""
 
 import json
 import logging

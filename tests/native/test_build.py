@@ -1,4 +1,4 @@
-"""How the kernels are built, found and turned off, and which OpenMP runtime they use."""
+"""Building, finding and turning off the kernels, and the OpenMP runtime that they use."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_the_kernels_are_clean() -> None:
 @pytest.mark.verify
 @pytest.mark.timeout(600)
 def test_a_read_out_of_bounds_is_caught() -> None:
-    """What the checks in Python prevent: a call that claims more rows than there are."""
+    """A call that claims more rows than there are, which the checks in Python prevent."""
     code = (
         "import torch; from aquiline.native import stack\n"
         "from aquiline.native.library import ReadoutCall, find_library\n"

@@ -11,7 +11,7 @@ from aquiline.sampling import SamplingParams, TokenChooser
 
 @dataclass
 class SlowOutput:
-    """Attributes as in `GenerationOutput`; `endless` is how the text would go on without an end."""
+    """Attributes as in `GenerationOutput`; `endless` is how the text would continue without an end."""
 
     token_ids: list[int]
     text: str
@@ -35,7 +35,7 @@ def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def completed_at(text: str, before: int, stops: Sequence[str]) -> int | None:
-    """Earliest start of a stop string in `text` that ends behind its first `before` characters."""
+    """Earliest start of a stop string in `text` that ends after its first `before` characters."""
     starts = [
         start
         for stop in stops
@@ -55,7 +55,7 @@ def slow_generate(
     end_ids: Sequence[int] = (),
     tokenizer: Any = None,
 ) -> SlowOutput:
-    """What every engine must give for this request.
+    """Returns the output that every engine must give for a request.
 
     Args:
         logits_after: text → (V,) logits of the next token.

@@ -1,4 +1,4 @@
-"""What the adapter refuses, by name and with a remedy, and what it lets pass through."""
+"""Models that the adapter rejects, by name and with a remedy, and models that it accepts."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_dynamic_frequencies_limit_the_context() -> None:
 
 
 class LowRank(nn.Module):
-    """What an adapter library leaves in the place of a linear layer."""
+    """Stands for the wrapper that an adapter library puts around a linear layer."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a run starts, and what it refuses before it computes: the mistakes of a first day."""
+"""Start of a run, and the mistakes that it rejects before it computes."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_signal_is_no_success(
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """`aquiline train … && aquiline export …` must not go on with half a head."""
+    """`aquiline train … && aquiline export …` must not continue with half a head."""
     # Under nohup, which the tests may run under, SIGHUP is ignored, and training respects that.
     request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
     step = trainer.optimiser_step

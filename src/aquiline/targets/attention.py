@@ -16,7 +16,7 @@ from aquiline.tree import index_on, select
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the T tokens of one forward go in the cache.
+    """Places of a forward's T tokens in the cache.
 
     Attributes:
         rows: the B rows; a slice if they are contiguous, so that reads are views.

@@ -20,7 +20,7 @@ from aquiline.tree import select
 
 @dataclass(frozen=True)
 class LayerSlot:
-    """Where the keys and values of one model layer lie in a `KVCache`.
+    """Place of one model layer's keys and values in a `KVCache`.
 
     The cache is one block for all layers of a device, as wide as the widest layer; a narrower layer uses
     the first heads and dimensions.

@@ -25,7 +25,7 @@ logger = logging.getLogger("aquiline")
 
 
 def is_supported(folder: Path) -> bool:
-    """Whether our own decoder supports the family of the model in a folder; its settings may still differ."""
+    """True if our own decoder supports the family of the model in a folder; its settings may still be unsupported."""
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}
     return config.get("model_type") in FAMILIES and not config.get("quantization_config")

@@ -55,7 +55,7 @@ class FeatureStore:
 
     @property
     def layout(self) -> tuple[Feature, ...]:
-        """What a stored row holds, in order; "final" is always in it."""
+        """Features of a stored row, in order; "final" is always among them."""
         return tuple("final" if f == "final" else int(f) for f in self.stamp["features"])
 
     def __contains__(self, key: str) -> bool:

@@ -12,7 +12,7 @@ from aquiline.checks import SEEDS, check_settings, check_value, meanings, settin
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """How conversations become a training set; part of its manifest."""
+    """Settings of `prepare`; part of the training set's manifest."""
 
     max_length: int = setting(1024, "longest conversation", unit="tokens", allowed="≥ 8")
     overlong: str = setting(

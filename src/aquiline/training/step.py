@@ -17,7 +17,7 @@ from aquiline.training.settings import EAGLE
 from aquiline.training.stream import micro_batches
 
 Place = tuple[int, int]
-"""Where a conversation lies: the number of its set, and its index there."""
+"""Place of a conversation: the number of its set, and its index there."""
 
 Text = tuple[Tensor, Tensor]
 """Tokens (n,) int64 and mask (n,) bool of a conversation."""

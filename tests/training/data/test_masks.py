@@ -128,7 +128,7 @@ def test_thinking_of_the_last_answer_is_the_assistants(tokenizer: Any) -> None:
 
 
 def spoken(template: str, messages: list[Message], tokenizer: Any, **fields: Any) -> tuple[str, list[str], int]:
-    """What a conversation is trained as: its text, the spans' text, and the answers without loss."""
+    """Text of a conversation, text of its spans, and its answers without loss."""
     rendered = ChatRenderer(tokenizer, template).render(talk(messages, **fields))
     return rendered.text, [rendered.text[a:b] for a, b in rendered.spans], rendered.context
 

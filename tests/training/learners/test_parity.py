@@ -1,4 +1,4 @@
-"""What EAGLE heads are trained on is what they draft: parity with the drafter, and the losses on features."""
+"""EAGLE heads are trained on what they draft: parity with the drafter, and the losses on features."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class ReplySampling:
 
 @dataclass(frozen=True)
 class RegenerateSettings:
-    """How conversations are answered again.
+    """Settings of regeneration.
 
     Attributes:
         mixture: samplings with weights > 0; each conversation draws one.

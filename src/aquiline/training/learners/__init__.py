@@ -1,1 +1,1 @@
-"""What the training loop trains: one learner for each method."""
+"""One learner for each method that the training loop trains."""
