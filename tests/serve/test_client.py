@@ -45,6 +45,11 @@ def test_a_conversation_equals_the_library(says: Any, capsys: pytest.CaptureFixt
         says("hello\n")
         refused = call(capsys, "chat", "--url", running.url, "--api-key", "no")
         assert refused.code == 1 and "401" in refused.error and "Bearer" in refused.error
+        says("hello\n")
+        refused = call(capsys, *words, "--chat-template-kwargs", '{"mood": "glad"}')
+        assert (
+            refused.code == 1 and "400: chat_template_kwargs: the chat template has no setting 'mood'" in refused.error
+        )
 
 
 def test_options_of_the_other_kind_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

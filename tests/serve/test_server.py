@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from tests.serve.serving import MODEL, Running, path_model, serving, user
 from tests.tiny_tokenizers import every_byte
+from tests.training.chat_templates import TOOLS
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -201,6 +204,38 @@ def test_the_async_client_with_many_requests(server: Running, model: Loaded) -> 
     assert asyncio.run(all_of_them()) == [output.text for (output,) in wanted]
 
 
+def test_tools_and_variables_go_through_the_template(model: Loaded) -> None:
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = "{{ mood }}" + TOOLS
+    knowing = dataclasses.replace(model, engine=dataclasses.replace(model.engine, tokenizer=tokenizer))
+    add: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    said: Any = [
+        *user("2 + 3?"),
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "five"},
+    ]
+    call = {"name": "add", "arguments": {"a": 2}}
+    begin, end = "<|im_start|>", "<|im_end|>\n"
+    text = f"glad{begin}tools\n{json.dumps([add])}{end}{begin}user\n2 + 3?{end}"
+    text += f"{begin}assistant\n<call>{json.dumps(call)}{end}{begin}tool\nfive{end}{begin}assistant\n"
+    with serving(knowing) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        more: Any = {"max_tokens": 30, "temperature": 0, "extra_body": {KWARGS: {"mood": "glad"}}}
+        answer = client.chat.completions.create(model=MODEL, messages=said, tools=[add], tool_choice="auto", **more)
+        (output,) = expected(knowing, text, max_new_tokens=30)
+        assert answer.choices[0].message.content == output.text and answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(output.prompt_tokens)
+        silent = client.chat.completions.create(
+            model=MODEL,
+            messages=user("x"),
+            tools=[add],
+            tool_choice="none",
+            **more,  # type: ignore[arg-type]
+        )
+        (output,) = expected(knowing, f"glad{begin}user\nx{end}{begin}assistant\n", max_new_tokens=30)
+        assert silent.choices[0].message.content == output.text
+
+
 # -- our own extensions --------------------------------------------------------------------------
 
 
@@ -244,9 +279,32 @@ def test_provenance_covers_text_and_tokens(server: Running, model: Loaded, lette
 
 # -- what is refused, and how --------------------------------------------------------------------
 
+KWARGS = "chat_template_kwargs"
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "unknown": (CHAT, {"messages": user("x"), "frobnicate": 1}, "frobnicate"),
-    "tools": (CHAT, {"messages": user("x"), "tools": [{"type": "function"}]}, "tools"),
+    "tool without a function": (
+        CHAT,
+        {"messages": user("x"), "tools": [{"type": "function"}]},
+        "tools[0].function",
+    ),
+    "tools": (CHAT, {"messages": user("x"), "tools": [{"type": "function", "function": {"name": "add"}}]}, "tools"),
+    "template": (CHAT, {"messages": user("x"), "chat_template_kwargs": {"enable_thinking": False}}, KWARGS),
+    "template's messages": (CHAT, {"messages": user("x"), "chat_template_kwargs": {"messages": []}}, KWARGS),
+    "functions": (CHAT, {"messages": user("x"), "functions": [{"name": "add"}]}, "functions"),
+    "tool choice": (CHAT, {"messages": user("x"), "tool_choice": "required"}, "tool_choice"),
+    "calls": (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "messages"),
+    "call's arguments": (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "a user's call": (
+        CHAT,
+        {"messages": [*user("x"), user("x")[0] | {"tool_calls": [CALL]}]},
+        "messages[1].tool_calls",
+    ),
     "no messages": (CHAT, {}, "messages"),
     "empty messages": (CHAT, {"messages": []}, "messages"),
     "role": (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aquiline.sampling import SamplingParams
     from aquiline.serve.client import RemoteChat
 
-_LOCAL = {"target": "smollm2", "draft": "auto", "n": None, "tools": None, "chat_template_kwargs": None, **MODEL_OPTIONS}
+_LOCAL = {"target": "smollm2", "draft": "auto", "n": None, **MODEL_OPTIONS}
 """Options without effect on a server's model → default."""
 
 _REMOTE = {"model": None, "api_key": None}
@@ -89,6 +89,7 @@ def _answer_of(arguments: argparse.Namespace) -> Callable[[str], None]:
     settings = given_settings(arguments, SamplingParams)
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # as OpenAI and vLLM call them
     sent = {names.get(name, name): list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
+    sent |= {name: value for name, value in template_arguments(arguments).items() if value is not None}
     key = arguments.api_key or os.environ.get("AQUILINE_API_KEY")
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     remote = RemoteChat(arguments.url, arguments.model, key, sent, system)

@@ -34,7 +34,7 @@ def apply_template(
 
     Raises:
         ValueError: the template rejects the messages, fails, costs too much, ignores a setting or the tools, or
-            drops a message.
+            drops a message or a tool call.
     """
     source = template or tokenizer.get_chat_template(tools=list(tools) or None)
     _check_settings(tokenizer, source, settings or {})
@@ -42,10 +42,11 @@ def apply_template(
         raise ValueError("the chat template does not use tools; leave them out, or use a template that prints them")
     variables = {"tools": list(tools) or None, "add_generation_prompt": prompt, **(settings or {})}
     text = _first_lossless(messages, lambda turns: _rendered(tokenizer, source, turns, variables))
-    for tool in tools:
-        name = (tool.get("function") or tool).get("name")
+    called = [call for message in messages for call in message.get("tool_calls") or ()]
+    for kind, each in (*(("tool", tool) for tool in tools), *(("call of", call) for call in called)):
+        name = (each.get("function") or each).get("name")
         if isinstance(name, str) and name not in text:
-            raise ValueError(f"the chat template does not print the tool {name!r}; use a template that prints tools")
+            raise ValueError(f"the chat template does not print the {kind} {name!r}; use a template that prints tools")
     return text
 
 

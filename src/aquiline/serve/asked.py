@@ -12,6 +12,7 @@ from aquiline.engine.grammar import json_schema
 from aquiline.engine.request import Request, check
 from aquiline.engine.text import encode_expected, encode_prompt
 from aquiline.loading import Loaded
+from aquiline.serve.conversation import chat_tokens, content_text
 from aquiline.serve.fields import (
     ApiError,
     Fields,
@@ -58,8 +59,7 @@ class Asked:
 def read_chat(loaded: Loaded, body: Any) -> Asked:
     """Reads the body of /v1/chat/completions."""
     fields = Fields(body)
-    messages = fields.need("messages", _messages)
-    tokens = _encoded(loaded, messages, "messages")
+    tokens = chat_tokens(loaded.tokenizer, fields)
     logprobs = fields.take("logprobs", flag, False)
     top = fields.take("top_logprobs", integer(0, MOST_ALTERNATIVES))
     if top is not None and not logprobs:
@@ -68,11 +68,6 @@ def read_chat(loaded: Loaded, body: Any) -> Asked:
     limits = [fields.take(name, integer(1)) for name in ("max_completion_tokens", "max_tokens")]
     settings["max_new_tokens"] = next((n for n in limits if n is not None), loaded.target.shape.max_positions)
     prediction = fields.take("prediction", lambda name, value: _prediction(loaded, name, value))
-    for name in ("tools", "functions"):
-        if fields.take(name, listed):
-            raise ApiError(400, f"{name} is not supported; describe the tools in a message", param=name)
-    fields.take("tool_choice", one_of("none", "auto"))
-    fields.take("parallel_tool_calls", flag)
     fields.take("modalities", one_of(["text"]))
     return _asked(loaded, fields, [tokens], settings, prediction=prediction, logprobs=logprobs)
 
@@ -81,7 +76,7 @@ def read_completion(loaded: Loaded, body: Any) -> Asked:
     """Reads the body of /v1/completions."""
     fields = Fields(body)
     prompts = fields.need("prompt", _prompts)
-    encoded = [_encoded(loaded, prompt, "prompt") for prompt in prompts]
+    encoded = [_encoded(loaded, prompt) for prompt in prompts]
     logprobs = fields.take("logprobs", integer(0, MOST_ALTERNATIVES))
     settings = {"logprobs": logprobs, "max_new_tokens": fields.take("max_tokens", integer(0), 16)}
     fields.take("suffix", one_of(""))
@@ -132,6 +127,7 @@ def _sampling(fields: Fields) -> dict[str, Any]:
         "min_tokens": ("min_new_tokens", integer(0)),
         "ignore_eos": ("ignore_eos", flag),
         "stop_token_ids": ("stop_token_ids", token_ids),
+        "skip_special_tokens": ("skip_special_tokens", flag),
     }
     found = {ours: fields.take(name, read) for name, (ours, read) in readers.items()}
     given = {name: value for name, value in found.items() if value is not None}
@@ -158,46 +154,11 @@ def _check(loaded: Loaded, request: Request) -> None:
         raise ApiError(400, str(error), code=code) from error
 
 
-def _encoded(loaded: Loaded, prompt: Any, name: str) -> list[int]:
+def _encoded(loaded: Loaded, prompt: Any) -> list[int]:
     try:
         return encode_prompt(loaded.tokenizer, prompt, raw=True)
     except (ValueError, TypeError) as error:
-        raise ApiError(400, f"{name}: {error}", param=name) from error
-
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
-
-def _messages(name: str, value: Any) -> list[Mapping[str, Any]]:
-    if not listed(name, value):
-        raise invalid(name, value, "at least one message")
-    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
-
-
-def _message(name: str, value: Any) -> Mapping[str, Any]:
-    fields = Fields(value, name)
-    role = fields.need("role", one_of(*_ROLES))
-    content = fields.need("content", _content)
-    # Clients send answers back as part of the conversation, where these are empty.
-    fields.take("annotations", one_of([]))
-    fields.take("tool_calls", one_of([]))
-    fields.done()
-    return {"role": _ROLES[role], "content": content}
-
-
-def _content(name: str, value: Any) -> str:
-    """A text, or parts of type "text"."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(name, value, 'a text or a list of parts of type "text"')
-    texts = []
-    for i, part in enumerate(value):
-        fields = Fields(part, f"{name}[{i}]")
-        fields.need("type", one_of("text"))
-        texts.append(fields.need("text", text))
-        fields.done()
-    return "".join(texts)
+        raise ApiError(400, f"prompt: {error}", param="prompt") from error
 
 
 def _prompts(name: str, value: Any) -> list[Any]:
@@ -216,7 +177,7 @@ def _prompts(name: str, value: Any) -> list[Any]:
 def _prediction(loaded: Loaded, name: str, value: Any) -> Prediction:
     fields = Fields(value, name)
     fields.need("type", one_of("content"))
-    content = fields.need("content", _content)
+    content = fields.need("content", content_text)
     fields.done()
     try:
         return Prediction(encode_expected(loaded.tokenizer, content))
