@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("loading",),
     ("training", "bench", "serve"),
+    ("check",),
     ("commands", "cli"),
 )
 """From the bottom to the top; a module belongs to the longest entry that it begins with."""

@@ -23,6 +23,7 @@ COMMANDS = {
     "prepare": "turn conversations into a training set",
     "train": "train a draft head",
     "inspect": "explain a draft head and check that it fits a target",
+    "check": "check a draft head: acceptance, forecast, diagnosis; or losslessness",
     "bench": "compare drafting methods on tasks",
     "tune": "find the fastest method and tree for your prompts",
     "export": "convert a head for another engine",

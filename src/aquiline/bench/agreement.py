@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aquiline import race
 from aquiline.bench.records import Record
 from aquiline.cache import commit
 from aquiline.decode import PREFILL_CHUNK
@@ -20,11 +21,18 @@ class WrongTokens(RuntimeError):
 
 
 def find_divergences(
-    target: Target, records: Sequence[Record], plain: Record, prompts: Sequence[Sequence[int]]
+    target: Target, records: Sequence[Record], plain: Record, prompts: Sequence[Sequence[int]], seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Compares a case's rows with plain decoding's at temperature 0; one JSON-able entry per differing row.
+    """Compares a case's rows with plain decoding's; one JSON-able entry per differing row.
 
     Plain decoding's forwards are repeated once per row, however many methods part there.
+
+    Args:
+        target: the target.
+        records: of the methods, at plain decoding's temperature.
+        plain: of plain decoding.
+        prompts: token ids of each row.
+        seed: of every row's draws, where the temperature is above 0; no top-k or other filter applies.
 
     Returns:
         Entries as docs/results-schema.md describes a divergence. The noise of 16-bit logits is at least
@@ -42,7 +50,8 @@ def find_divergences(
     }
     for record, row, at in parted:
         tokens = [output[at] if at < len(output) else -1 for output in (plain.outputs[row], record.outputs[row])]
-        gap, noise = _margin(target.dtype, *logits[row][at], tokens)
+        scores = [_scores(each, plain.temperature, seed, at) for each in logits[row][at]]
+        gap, noise = _margin(target.dtype, *scores, tokens)
         place = {"method": record.method, "task": record.task, "question": plain.questions[row], "turn": record.turn}
         place |= {"batch": record.batch, "position": at, "plain_token": tokens[0], "method_token": tokens[1]}
         found.append(place | {"gap": gap, "noise": noise, "near_tie": gap is not None and gap <= 2 * noise})
@@ -62,8 +71,15 @@ def _logits_at(
     return {at: (single[n], whole[n]) for n, at in lengths.items()}
 
 
+def _scores(logits: Tensor, temperature: float, seed: int, position: int) -> Tensor:
+    """Returns what the chosen token maximises, (V,): the logits, or the logarithm of a token's speed in the race."""
+    if temperature == 0:
+        return logits
+    return logits / temperature - race.noise(seed, position, len(logits)).to(logits.device).log()
+
+
 def _margin(dtype: torch.dtype, single: Tensor, whole: Tensor, tokens: Sequence[int]) -> tuple[float | None, float]:
-    """Returns the gap between two tokens' logits, and the kernels' noise in these logits."""
+    """Returns the gap between two tokens' scores, and the kernels' noise in these scores."""
     noise = float((single - whole).abs().max())
     if min(tokens) < 0:
         return None, noise

@@ -43,6 +43,11 @@ def render_html(results: Mapping[str, Any]) -> str:
     for temperature in results["settings"]["temperatures"]:
         body += _temperature_part(results, temperature)
     body += [*_cost_part(results), *_agreement_part(results), *_methods_part(results), *_definitions_part(results)]
+    return document(title, body)
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """Returns a self-contained page with the style of the reports."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
