@@ -74,7 +74,7 @@ VALUES = {
     "tree form": (("--tree", "bush:3"), ("'bush:3' is neither a tree nor a file", "chain[:DEPTH")),
     "tree of lookup": (
         ("--draft", "prompt-lookup", "--tree", "static"),
-        ("--tree is static", "allowed for prompt-lookup: Chain"),
+        ("--tree is static", "allowed for prompt-lookup: chain"),
     ),
     "lossy form": (("--lossy", "vague"), ("'vague' is not a rule", "typical")),
     "lossy greedy": (("--lossy", "typical"), ("--temperature is 0", "temperature > 0")),

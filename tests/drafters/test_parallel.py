@@ -174,7 +174,7 @@ def test_rejects_heads_that_do_not_fit(target):
     made = random_heads("medusa")
     with pytest.raises(ValueError, match="4 deep; allowed: depth ≤ 3"):
         ParallelDrafter(made, target, Chain(4))
-    with pytest.raises(ValueError, match="min_prob must be 0"):
+    with pytest.raises(ValueError, match=r"min_prob is 0\.\d+; allowed: 0"):
         ParallelDrafter(made, target, Chain(3, 0.1))
     with pytest.raises(ValueError, match="hidden_size 32"):
         ParallelDrafter(random_heads("medusa", hidden_size=32), target)

@@ -107,11 +107,11 @@ def test_load_takes_the_language() -> None:
 @pytest.mark.parametrize(
     ("draft", "tree", "allowed"),
     [
-        ("prompt-lookup", "static", "Chain"),
-        ("prompt-lookup", "chain:4,0.1", "no min_prob"),
-        ("auto", "dynamic:8,2,3", "Chain"),
-        ("lookahead", "chain:4", "none.*make a Lookahead"),
-        ("lookahead", "dynamic", "tree is dynamic; allowed for lookahead: none"),
+        ("prompt-lookup", "static", "lookup: chain; leave"),
+        ("prompt-lookup", "chain:4,0.1", "allowed for prompt-lookup: chain:4, without"),
+        ("auto", "dynamic:8,2,3", "lookup: chain; leave"),
+        ("lookahead", "chain:4", "lookahead: no tree; leave"),
+        ("lookahead", "dynamic", "tree is dynamic; allowed for lookahead: no tree"),
         (None, "chain:4", "draft=None"),
         (PromptLookup(), "chain:4", "PromptLookup has its own tree settings"),
     ],

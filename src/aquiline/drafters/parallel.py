@@ -96,10 +96,12 @@ class ParallelDrafter:
         if policy.depth > config.num_heads:
             raise ValueError(
                 f"the tree is {policy.depth} deep; allowed: depth ≤ {config.num_heads}, the number of heads; "
-                "give a shallower tree or none"
+                "give a shallower tree, or leave it out"
             )
         if isinstance(policy, Chain) and policy.min_prob:
-            raise ValueError(f"{config.kind} heads draft chains of fixed length; min_prob must be 0")
+            raise ValueError(
+                f"min_prob is {policy.min_prob}; allowed: 0, because {config.kind} heads draft chains of fixed length"
+            )
         mapping = None if heads.draft_to_target is None else heads.draft_to_target.to(target.device)
         self.heads = replace(heads, network=heads.network.to(target.device), draft_to_target=mapping)  # moves in place
         self.target, self.policy = target, policy

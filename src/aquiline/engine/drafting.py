@@ -211,9 +211,8 @@ def _check_tree(draft: str, tree: TreePolicy | BareTree | None) -> None:
     allowed = _TREES[draft]
     if tree is None or (tree if isinstance(tree, type) else type(tree)) in allowed:
         return
-    names = ", ".join(kind.__name__ for kind in allowed) or "none"
-    hint = "; for other settings make a Lookahead(window, ngram, guesses)" if draft == "lookahead" else ""
-    raise ValueError(f"tree is {tree_text(tree)}; allowed for {draft}: {names}, or None for its default{hint}")
+    names = " or ".join(map(tree_text, allowed)) or "no tree"
+    raise ValueError(f"tree is {tree_text(tree)}; allowed for {draft}: {names}; leave it out for the default")
 
 
 def _lookup(tree: TreePolicy | BareTree | None, target: Target, shared: Store | None) -> NamedDrafter:
@@ -225,7 +224,9 @@ def _lookup(tree: TreePolicy | BareTree | None, target: Target, shared: Store | 
     policy = sized(tree, target.device)
     assert isinstance(policy, Chain)
     if policy.min_prob:
-        raise ValueError(f"tree is {tree_text(policy)}; allowed for prompt-lookup: no min_prob, it has its own")
+        raise ValueError(
+            f"tree is {tree_text(policy)}; allowed for prompt-lookup: chain:{policy.depth}, without MIN_PROB"
+        )
     return NamedDrafter(PromptLookup(policy.depth, shared=shared), name, policy)
 
 

@@ -41,13 +41,12 @@ class RopeConfig:
             raise ValueError(f"rope scaling {self.kind!r} is not supported; allowed: {', '.join(_KNOWN)}")
 
 
-def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: float = 10000.0) -> RopeConfig:
+def rope_from_hf(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """Reads the rotary settings of a Hugging Face configuration, old or new style.
 
     Args:
         config: config.json as a mapping. As in transformers, `rope_scaling` replaces `rope_parameters`, and
             a value in it takes precedence over the same key at the top level.
-        default_theta: base if the configuration has none (10000 by convention).
 
     Raises:
         ValueError: for a scaling whose frequencies depend on the input's length, or that differs by layer or
@@ -59,7 +58,7 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, *, default_theta: flo
     kind = _kind(parameters)
     if kind == "longrope":
         raise ValueError("rope scaling 'longrope' changes frequencies with the input's length; use the HF adapter")
-    theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1 and kind != "default":  # Without scaling, these families rotate whole heads in any case.
         raise ValueError(f"partial_rotary_factor {partial!r} with rope scaling {kind!r} is not supported")
