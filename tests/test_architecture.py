@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loading",),
     ("training", "bench", "serve"),
     ("check",),
+    ("renew",),
     ("commands", "cli"),
 )
 """From the bottom to the top; a module belongs to the longest entry that it begins with."""

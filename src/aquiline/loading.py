@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aquiline.checkpoints.open import resolve_head
 from aquiline.checks import flag
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.drafter import Drafter, Drafting, Needs
 from aquiline.drafters.store import Prediction
 from aquiline.engine.chat import ChatSession
-from aquiline.engine.drafting import Tree, make_drafter, read_tree
+from aquiline.engine.drafting import ServedHead, Tree, make_drafter, read_tree, swap_head
 from aquiline.engine.generate import generate_requests, stream_requests
 from aquiline.engine.opening import check_exact, fast_form, generation_defaults, integers_refused, open_target
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
@@ -37,12 +38,14 @@ class Loaded:
         target_path: folder of the target's weights, or None for a model passed as an object.
         draft_name: description of the draft, for display.
         defaults: sampling defaults from the model's generation_config.
+        head: the EAGLE head that drafts, a wrapped one among them; None where there is none.
     """
 
     engine: Engine
     target_path: Path | None
     draft_name: str
     defaults: SamplingParams
+    head: ServedHead | None = None
 
     @property
     def target(self) -> Target:
@@ -63,6 +66,16 @@ class Loaded:
     def watch(self) -> Watch:
         """Acceptance of all requests so far: `rates` by method and position, and `alarms` if one fell."""
         return self.engine.watch
+
+    def swap_head(self, folder: str | Path) -> None:
+        """Drafts with another EAGLE head from the next step on, in requests that run, too; no output changes.
+
+        Raises:
+            ValueError: if no EAGLE head drafts now, or the other has other sizes or another vocabulary.
+        """
+        if self.head is None:
+            raise ValueError(f"{self.draft_name} drafts, no EAGLE head; load the model with the head instead")
+        swap_head(self.head, resolve_head(folder), self.engine.lock)
 
     def generate(
         self,
@@ -116,7 +129,7 @@ class Loaded:
 
     def plain(self) -> Loaded:
         """Returns the same target without drafts, sharing the weights."""
-        return replace(self, engine=replace(self.engine, drafter=None, lossy=None), draft_name="plain")
+        return replace(self, engine=replace(self.engine, drafter=None, lossy=None), draft_name="plain", head=None)
 
     def _requests(
         self,
@@ -194,7 +207,9 @@ def load(
     made = make_drafter(draft, tree, fast, path, packed, shared_lookup=shared_lookup)
     drafter = _watched(made.drafter, adaptive, tree is None and isinstance(draft, str | Path))
     end_ids, defaults = generation_defaults(path, target, tokenizer)
-    return Loaded(Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows), path, made.name, defaults)
+    return Loaded(
+        Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows), path, made.name, defaults, made.head
+    )
 
 
 def _fast(model: Target, path: Path | None, dtype: Any, packed: bool, exact: bool) -> Target:

@@ -69,6 +69,7 @@ class Series:
     mean: float = 0.0
     squares: float = 0.0
     charge: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=2 * LEAST))
 
     def add(self, accepted: bool) -> bool:
         """Counts a draft; True if it completes a block that raises the alarm."""
@@ -89,15 +90,21 @@ class Series:
             self.charge = max(0.0, self.charge + (self.mean - share) / math.sqrt(variance) - SLACK)
             if self.charge > THRESHOLD:
                 return True
+        self.recent.append(share)
+        self._learn(share)
+        return False
+
+    def _learn(self, share: float) -> None:
         self.blocks += 1
         difference = share - self.mean
         self.mean += difference / self.blocks
         self.squares += difference * (share - self.mean)
-        return False
 
-    def restart(self) -> None:
-        """Sets a new standard."""
+    def restart(self, recent: bool = False) -> None:
+        """Sets a new standard, from the blocks to come, or from the last ones."""
         self.blocks, self.mean, self.squares, self.charge = 0, 0.0, 0.0, 0.0
+        for share in self.recent if recent else ():
+            self._learn(share)
 
 
 @dataclass(eq=False)
@@ -133,6 +140,15 @@ class Watch:
             alarm.before,
             alarm.now,
         )
+
+    def expect_recent(self, method: str) -> None:
+        """Measures a method from here on against its last blocks, as before another head takes over."""
+        for series in self._series.get(method, []):
+            series.restart(recent=True)
+
+    def judged(self, method: str) -> int:
+        """First drafts of a method that were judged so far."""
+        return next((series.judged for series in self._series.get(method, [])), 0)
 
     @property
     def rates(self) -> dict[str, list[float]]:

@@ -98,6 +98,13 @@ class EagleDrafter:
                     module.join()
         self._chain = native_chain(self._network, target, head.embedding, head.draft_to_target)
 
+    def become(self, other: EagleDrafter) -> None:
+        """Drafts with the head of `other` from the next step on; states stay valid, cached keys are the old head's."""
+        mine, theirs = self.head, other.head
+        if mine.config != theirs.config or not _equal(mine.draft_to_target, theirs.draft_to_target):
+            raise ValueError("the heads differ in their sizes or their vocabulary; load the model with the new one")
+        self.head, self._coupling, self._network, self._chain = theirs, other._coupling, other._network, other._chain
+
     def new_state(self, slots: int, capacity: int) -> EagleState:
         network, config = self.head.network, self.head.config
         weight = network.fc.weight
@@ -288,3 +295,7 @@ def _fitted(policy: Chain | DynamicTree, depth: int) -> DynamicTree:
         return DynamicTree(depth + 1, depth, 1, policy.min_prob)
     room = 1 + policy.top_k + (depth - 1) * policy.top_k**2
     return replace(policy, depth=depth, num_nodes=min(policy.num_nodes, room))
+
+
+def _equal(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    return mine is theirs if mine is None or theirs is None else torch.equal(mine, theirs)

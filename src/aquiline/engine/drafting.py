@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,20 @@ _TREES: dict[str, tuple[BareTree, ...]] = {
 """Draft, or kind of head → the trees that it can draft."""
 
 
+@dataclass(frozen=True, eq=False)
+class ServedHead:
+    """An EAGLE head that drafts, by itself or in a wrapper, and that another one can replace.
+
+    Attributes:
+        path: folder or file that it was opened from.
+        packed: it drafts with a fast copy of its network.
+    """
+
+    drafter: EagleDrafter
+    path: Path
+    packed: bool
+
+
 @dataclass(frozen=True)
 class NamedDrafter:
     """A drafter and how to display it.
@@ -67,11 +82,13 @@ class NamedDrafter:
         drafter: None for plain decoding.
         name: what drafts, for display.
         tree: the tree that it drafts, a wrapped head's among them; None where it has none.
+        head: the EAGLE head that drafts, a wrapped one among them; None where there is none.
     """
 
     drafter: Drafter | None
     name: str
     tree: TreePolicy | None = None
+    head: ServedHead | None = None
 
 
 def read_tree(tree: Tree | None) -> TreePolicy | BareTree | TunedChoice | None:
@@ -165,7 +182,8 @@ def _after_lookup(made: NamedDrafter, store: Store | None) -> NamedDrafter:
     """
     assert made.drafter is not None
     drafter = LookupFirst(PromptLookup(shared=store), made.drafter)
-    return NamedDrafter(drafter, f"{made.name} + {'' if store is None else 'shared '}prompt lookup", made.tree)
+    name = f"{made.name} + {'' if store is None else 'shared '}prompt lookup"
+    return NamedDrafter(drafter, name, made.tree, made.head)
 
 
 def _shipped(path: Path | None) -> str | Path:
@@ -203,7 +221,26 @@ def _alone(
         )
     drafter = _of_head(draft, tree, target, path, packed, sampled)
     published = "published " if isinstance(draft.contents, StoredHeads) and draft.contents.published else ""
-    return NamedDrafter(drafter, f"{draft.path.name} ({published}{draft.kind.replace('-', ' ')})", drafter.policy)
+    head = ServedHead(drafter, draft.path, packed) if isinstance(drafter, EagleDrafter) else None
+    return NamedDrafter(drafter, f"{draft.path.name} ({published}{draft.kind.replace('-', ' ')})", drafter.policy, head)
+
+
+def swap_head(served: ServedHead, folder: Path, lock: threading.RLock) -> None:
+    """Drafts with another head from the next step on, in requests that run, too; no output changes.
+
+    Args:
+        folder: a head of the same sizes and vocabulary.
+        lock: of the engine.
+
+    Raises:
+        ValueError: a head that does not fit.
+    """
+    old = served.drafter
+    made = make_drafter(folder, old.policy, old.target, None, served.packed).head
+    if made is None:
+        raise ValueError(f"{folder} is no EAGLE head; allowed: one of the same sizes as {served.path}")
+    with lock:
+        old.become(made.drafter)
 
 
 def _check_tree(draft: str, tree: TreePolicy | BareTree | None) -> None:

@@ -1,0 +1,1 @@
+"""Renews the served head from served conversations: store, training slices, gate, versions."""

@@ -1,0 +1,125 @@
+"""Versions of a served head: numbered folders, and a pointer to the one that drafts.
+
+    FOLDER/versions/0003/   config.json, model.safetensors, README.md (the card), version.json
+    FOLDER/current          "0003"
+    FOLDER/events.jsonl     swaps, rejections and rollbacks
+
+A version appears with its config.json, which is written last, and the pointer moves by one rename: a kill at any
+moment leaves a head that can be served.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aquiline.models.files import filling, read_json, write_text
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of the head.
+
+    Attributes:
+        folder: a head's folder.
+        parent: the version that it was trained from, or None for the first.
+        created: seconds since the epoch.
+        verdict: the gate's figures, see `aquiline.renew.gate.Verdict`; empty for the first.
+    """
+
+    number: int
+    folder: Path
+    parent: int | None
+    created: float
+    verdict: Mapping[str, Any]
+
+
+def versions(folder: Path) -> list[Version]:
+    """All whole versions, oldest first."""
+    found = []
+    for config in sorted((folder / "versions").glob("[0-9]*/config.json")):
+        facts = read_json(config.with_name("version.json"), "remove the version's folder")
+        place = config.parent
+        found.append(Version(int(place.name), place, facts["parent"], facts["created"], facts["verdict"]))
+    return found
+
+
+def add_version(folder: Path, head: Path, parent: int | None, verdict: Mapping[str, Any] | None = None) -> Version:
+    """Copies a head's folder into a new version, which is not served yet."""
+    number = 1 + max((version.number for version in versions(folder)), default=-1)
+    place, created = folder / "versions" / f"{number:04d}", time.time()
+    with filling(place) as scratch:
+        for file in head.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, scratch / file.name)
+        facts = {"parent": parent, "created": created, "verdict": dict(verdict or {})}
+        (scratch / "version.json").write_text(json.dumps(facts), encoding="utf-8")
+    return Version(number, place, parent, created, verdict or {})
+
+
+def current(folder: Path) -> Version | None:
+    """The served version; the newest one where the pointer is missing or names none; None if there is none."""
+    there = {version.number: version for version in versions(folder)}
+    try:
+        number = int((folder / "current").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        number = -1
+    return there.get(number) or there.get(max(there, default=-1))
+
+
+def serve_version(folder: Path, number: int, event: str, **facts: Any) -> None:
+    """Points to a version; a running server swaps it in within seconds.
+
+    Raises:
+        ValueError: if there is no such version.
+    """
+    numbers = [version.number for version in versions(folder)]
+    if number not in numbers:
+        raise ValueError(f"version is {number}; allowed: {', '.join(map(str, numbers)) or 'none yet'}")
+    write_text(folder / "current", f"{number:04d}\n")
+    record(folder, event, version=number, **facts)
+
+
+def roll_back(folder: Path, reason: str, number: int | None = None) -> int:
+    """Serves an earlier version again.
+
+    Args:
+        reason: for the record of events.
+        number: the version; None: the parent of the served one.
+
+    Returns:
+        Its number.
+
+    Raises:
+        ValueError: if the first version is served already, or `number` does not exist.
+    """
+    served = current(folder)
+    if number is None:
+        if served is None or served.parent is None:
+            raise ValueError(f"{folder} serves the first version of its head; there is none to go back to")
+        number = served.parent
+    serve_version(folder, number, "rollback", reason=reason, given_up=None if served is None else served.number)
+    return number
+
+
+def record(folder: Path, event: str, **facts: Any) -> None:
+    """Appends an event to the record."""
+    line = json.dumps({"time": time.time(), "event": event, **facts})
+    with (folder / "events.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write(f"{line}\n")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """The recorded events, oldest first; a line that a kill cut is left out."""
+    file, found = folder / "events.jsonl", []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

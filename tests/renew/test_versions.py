@@ -1,0 +1,99 @@
+"""Versions of a head: one is always servable, whenever a process is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aquiline.renew.versions import add_version, current, events, record, roll_back, serve_version, versions
+
+KILLED_AT_EACH_STEP = """
+import os, signal, sys
+from pathlib import Path
+from aquiline.renew.versions import add_version, roll_back, serve_version
+
+def swap(folder, head):
+    made = add_version(folder, head, 0, {"better": True})
+    serve_version(folder, made.number, "swap")
+    roll_back(folder, "test")
+
+head, base = Path(sys.argv[1]), Path(sys.argv[2])
+for step in range(1000):
+    folder = base / str(step)
+    serve_version(folder, add_version(folder, head, None).number, "begin")
+    child = os.fork()
+    if not child:
+        left = step
+        def count(event, arguments):
+            global left
+            if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile", "os.listdir"):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(count)
+        swap(folder, head)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        print(step)
+        break
+"""
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    folder = tmp_path / "head"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (folder / name).write_text(f'{{"file": "{name}"}}')
+    return folder
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_at_any_step_leaves_a_whole_version(tmp_path: Path, head: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_EACH_STEP, str(head), str(tmp_path / "killed")],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    steps = int(done.stdout)
+    assert steps > 30, "every access to a file is a step"
+    seen = set()
+    for step in range(steps + 1):
+        served = current(tmp_path / "killed" / str(step))
+        assert served is not None
+        for file in head.iterdir():
+            assert (served.folder / file.name).read_bytes() == file.read_bytes()
+        seen.add(served.number)
+        later = add_version(tmp_path / "killed" / str(step), head, served.number)
+        serve_version(tmp_path / "killed" / str(step), later.number, "swap")
+        assert current(tmp_path / "killed" / str(step)) == later
+    assert seen == {0, 1}
+
+
+def test_the_pointer_decides_and_rollback_goes_to_the_parent(tmp_path: Path, head: Path) -> None:
+    first = add_version(tmp_path, head, None)
+    second = add_version(tmp_path, head, 0, {"reason": "better"})
+    assert [version.number for version in versions(tmp_path)] == [0, 1]
+    assert current(tmp_path) == second, "the newest, while nothing points"
+    serve_version(tmp_path, 0, "begin")
+    assert current(tmp_path) == first
+    serve_version(tmp_path, 1, "swap")
+    assert roll_back(tmp_path, "slower") == 0 and current(tmp_path) == first
+    with pytest.raises(ValueError, match=r"the first version.*none to go back to"):
+        roll_back(tmp_path, "again")
+    with pytest.raises(ValueError, match="version is 7; allowed: 0, 1"):
+        roll_back(tmp_path, "x", 7)
+    assert roll_back(tmp_path, "asked for", 1) == 1
+    assert [event["event"] for event in events(tmp_path)] == ["begin", "swap", "rollback", "rollback"]
+    (tmp_path / "current").write_text("nonsense")
+    assert current(tmp_path) == second
+
+
+def test_a_torn_event_is_left_out(tmp_path: Path) -> None:
+    record(tmp_path, "swap", version=1)
+    with (tmp_path / "events.jsonl").open("a") as stream:
+        stream.write('{"time": 1, "ev')
+    assert [event["version"] for event in events(tmp_path)] == [1]
