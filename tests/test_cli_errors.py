@@ -260,6 +260,21 @@ COMMANDS = {
         ("0 tokens, too few to time", "--max-new-tokens"),
     ),
     "completion": (("completion", "fish"), ("'fish'", "'bash'")),
+    "prepare below a file": (
+        ("prepare", "x", "--output", "head/config.json/set", "--target", "target"),
+        ("head/config.json/set cannot be made", "config.json is a file", "name another"),
+    ),
+    "train long name": (
+        ("train", "x", "--output", "n" * 300, "--target", "target"),
+        ("File name too long", "check the name"),
+    ),
+    "regenerate long name": (
+        ("prepare", "x", "--regenerate", "--output", "n" * 250, "--target", "target"),
+        ("n.settings.json: File name too long",),
+    ),
+    "chat address": (("chat", "--url", "http://[::1"), ("'http://[::1/v1' is not an address",)),
+    "chat address in Unicode": (("chat", "--url", "http://127.0.0.1:9/é"), ("is not an address", "ASCII")),
+    "chat key": (("chat", "--url", "http://127.0.0.1:9", "--api-key", "secret\n"), ("the API key has a line break",)),
     "inspect": (("inspect", "nosuch"), ("unknown draft head 'nosuch'",)),
 }
 

@@ -95,9 +95,14 @@ def test_outputs_are_printed_as_soon_as_they_are_there(aquiline: Any, monkeypatc
     assert [json.loads(line)["prompt"] for line in pipe.getvalue().split("\n")[:-1]] == ["One", "Two", "Three"]
 
 
-def test_a_byte_order_mark_is_not_part_of_the_prompt(aquiline: Any, base: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_prompt(
+    aquiline: Any, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (base / "marked.txt").write_bytes("Hi\r\n".encode("utf-8-sig"))
     assert json.loads(aquiline("generate", "--file", "marked.txt", "--json", *WORDS).out)["prompt"] == "Hi"
+    for words in (("generate",), ("generate", "--file", "-"), ("chat",)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffHi\n"))
+        assert json.loads(aquiline(*words, "--json", *WORDS).out)["prompt"] == "Hi"
 
 
 def test_only_a_line_feed_ends_a_line(aquiline: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +130,16 @@ def test_a_closed_standard_output_is_refused(aquiline: Any, monkeypatch: pytest.
     monkeypatch.setattr("sys.stdout", None)
     result = aquiline("generate", "Hi", *WORDS)
     assert result.code == 2 and "standard output is closed; redirect" in result.err
+
+
+def test_closed_standard_input_and_error(
+    aquiline: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert "no prompt; give it" in aquiline("generate", *WORDS).error
+    monkeypatch.setattr("sys.stderr", None)
+    result = aquiline("generate", *WORDS)
+    assert (result.code, result.out) == (2, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

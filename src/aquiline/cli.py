@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import logging
 import os
@@ -91,6 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is None:  # `>&-`
         return _explain(ValueError("standard output is closed; redirect it to a file or to /dev/null"))
+    if sys.stderr is None:  # print would write errors to standard output
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal's encoding lacks is escaped, instead of ending the command.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -180,6 +185,7 @@ def _explain(error: Exception, options: Mapping[str, str] = MappingProxyType({})
         code = 2
     elif isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
+        code = 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR) else 1
     elif isinstance(error, RecursionError):
         message, code = "an input is nested too deeply; --debug shows where", 2
     elif not isinstance(error, RuntimeError | OSError):

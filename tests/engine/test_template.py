@@ -54,6 +54,26 @@ def test_changed_contents_are_not_dropped_ones() -> None:
     assert apply_template(every_byte(), TALK[:1], template=template) == '"HÉ"'
 
 
+def add(a: int) -> int:
+    """A tool as transformers would take it."""
+    return a
+
+
+@pytest.mark.parametrize("what", ["x", 5, {"function": 5}, {"name": 5}, {}, add])
+def test_tools_and_calls_without_a_name(what: Any) -> None:
+    for messages, tools in (([{**TALK[1], "tool_calls": [what]}], ()), (TALK, [what])):
+        with pytest.raises(TypeError, match=r"is not a tool or a call of one; allowed: .*'name'"):
+            apply_template(every_byte(), messages, template=TOOLS, tools=tools)
+
+
+def test_a_call_that_the_template_drops_is_named() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert '"add"' in apply_template(every_byte(), messages, template=TOOLS)
+    with pytest.raises(ValueError, match=r"does not print the call of 'add'"):
+        apply_template(every_byte(), messages, template=TEMPLATES["chatml"])
+
+
 def test_settings_and_tools_reach_the_template() -> None:
     tokenizer = every_byte()
     off = apply_template(tokenizer, TALK[:1], template=QWEN3_FIELDS, settings={"enable_thinking": False})

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("an empty line or Ctrl-D ends the chat; Ctrl-C stops an answer", file=sys.stderr)
     while True:
         try:
-            line = input("> " if interactive else "").strip()
+            line = input("> " if interactive else "").removeprefix("\ufeff").strip()
         except EOFError:
             break
         except UnicodeDecodeError as error:

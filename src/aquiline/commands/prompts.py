@@ -111,7 +111,7 @@ def read_file(option: str, file: str) -> str:
 
 def _standard_input() -> str:
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removeprefix("\ufeff")  # some shells' pipes begin with a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input cannot be read ({error}); give UTF-8 text") from error
 

@@ -35,19 +35,32 @@ def apply_template(
     Raises:
         ValueError: the template rejects the messages, fails, costs too much, ignores a setting or the tools, or
             drops a message or a tool call.
+        TypeError: for a tool or a call without a name.
     """
+    called = [call for message in messages for call in message.get("tool_calls") or ()]
+    named = [("tool", _function_name(tool)) for tool in tools] + [("call of", _function_name(call)) for call in called]
     source = template or tokenizer.get_chat_template(tools=list(tools) or None)
     _check_settings(tokenizer, source, settings or {})
     if tools and "tools" not in source:
         raise ValueError("the chat template does not use tools; leave them out, or use a template that prints them")
     variables = {"tools": list(tools) or None, "add_generation_prompt": prompt, **(settings or {})}
     text = _first_lossless(messages, lambda turns: _rendered(tokenizer, source, turns, variables))
-    called = [call for message in messages for call in message.get("tool_calls") or ()]
-    for kind, each in (*(("tool", tool) for tool in tools), *(("call of", call) for call in called)):
-        name = (each.get("function") or each).get("name")
-        if isinstance(name, str) and name not in text:
+    for kind, name in named:
+        if name not in text:
             raise ValueError(f"the chat template does not print the {kind} {name!r}; use a template that prints tools")
     return text
+
+
+def _function_name(described: Any) -> str:
+    """Returns the name of a tool, or of the tool that a call names."""
+    function = described.get("function", described) if isinstance(described, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{described!r:.200} is not a tool or a call of one; allowed: "
+            "{'type': 'function', 'function': {'name': …}}"
+        )
+    return name
 
 
 def _first_lossless(

@@ -82,6 +82,18 @@ def user_path(name: str | Path) -> Path:
     return path
 
 
+def check_output(output: Path) -> None:
+    """Rejects a name under which no file or folder can be made.
+
+    Raises:
+        ValueError: for a name that is too long, a loop of links, or a path below a file.
+    """
+    user_path(output)
+    above = next(parent for parent in output.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ValueError(f"{output} cannot be made: {above} is a file; name another output")
+
+
 def beside(path: Path, role: str) -> Path:
     """Returns the hidden path ``.NAME.ROLE`` beside `path`, with a long name shortened to leave room for more."""
     path = path.absolute()
@@ -121,10 +133,11 @@ def locked(output: Path) -> Iterator[None]:
     Take it before anything is written. Its file ``.NAME.lock`` beside the output is removed at the end.
 
     Raises:
-        ValueError: if another process holds it; names its pid.
+        ValueError: if another process holds it; names its pid. Also for names that `check_output` rejects.
     """
     from filelock import FileLock, Timeout
 
+    check_output(output)
     path = beside(output, "lock")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)

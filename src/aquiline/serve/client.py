@@ -41,6 +41,8 @@ class RemoteChat:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"the server is {self.url!r}; allowed: http:// or https://, e.g. http://127.0.0.1:8000")
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("the API key has a line break or a character outside ASCII; copy it again")
         self.url = self.url.rstrip("/").removesuffix("/v1") + "/v1"
         if self.model is None:
             with closing(self._open("/models")) as answer:
@@ -102,6 +104,10 @@ class RemoteChat:
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise RuntimeError(f"{self.url} cannot be reached ({reason}); start it with `aquiline serve`") from error
+        except ValueError as error:
+            raise ValueError(
+                f"the server {self.url!r} is not an address ({error}); allowed: ASCII and no spaces"
+            ) from error
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def test_an_earlier_export_is_written_over(tmp_path: Path) -> None:
         export_head(source, "vllm", output, TARGET)
         assert_same_bits(source, output)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"out cannot be made: .*file is a file; name another folder"):
+    with pytest.raises(ValueError, match=r"out cannot be made: .*file is a file; name another output"):
         export_head(source, "vllm", tmp_path / "file" / "out", TARGET)
 
 

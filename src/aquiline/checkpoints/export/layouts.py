@@ -23,7 +23,7 @@ from aquiline.checkpoints.eagle.stored import StoredHead
 from aquiline.checkpoints.export.engines import ENGINES, FORMATS, refusals, sglang_ids
 from aquiline.checkpoints.export.openvino import convert_to_openvino
 from aquiline.checkpoints.open import open_head, stored_eagle
-from aquiline.models.files import check_room, write_text
+from aquiline.models.files import check_output, check_room, write_text
 from aquiline.models.tensors import write_folder
 from aquiline.targets.target import TargetShape
 
@@ -90,11 +90,9 @@ def export_head(
 
 def _check_output(to: str, output: Path, head: Path) -> None:
     """Raises ValueError if `output` holds anything but an earlier export to this format."""
+    check_output(output)
     if head.exists() and output.exists() and output.samefile(head):
         raise ValueError(f"{output} is the head itself, which the export would overwrite; name another folder")
-    above = next((parent for parent in output.parents if parent.exists()), None)
-    if above is not None and not above.is_dir():
-        raise ValueError(f"{output} cannot be made: {above} is a file; name another folder")
     if to == "gguf" and output.suffix == ".gguf" and not output.is_dir():
         if output.exists() and not is_gguf_head(output):
             raise ValueError(f"{output} exists and is not a draft head, so it is not overwritten; name another file")
