@@ -6,7 +6,8 @@
 
 The same command measures any other server with OpenAI's API (`vllm serve`), so that two can be compared.
 A soak needs our own server: it reads its metrics, and compares every finished answer with the first one to the
-same question. Start the server with `--dtype float32`: bfloat16 rounds by the width of a forward.
+same question. Where the kernels do not run (`aquiline doctor`), start the server with `--dtype float32`: elsewhere
+bfloat16 rounds by the width of a forward.
 """
 
 from __future__ import annotations
