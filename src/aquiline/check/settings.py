@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aquiline.checks import check_settings, check_value, setting
+from aquiline.checks import SEEDS, check_settings, check_value, setting
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class CheckSettings:
     max_new_tokens: int = setting(32, "upper bound on an answer", unit="tokens", allowed="≥ 3")
     depth: int = setting(5, "length of the drafted chains", unit="tokens", allowed="≥ 2")
     temperature: float = setting(0.8, "of the seeded outputs of --lossless", allowed="> 0")
-    seed: int = setting(0, "of the seeded outputs of --lossless")
+    seed: int = setting(0, "of the seeded outputs of --lossless", allowed=SEEDS)
     dtype: str | None = setting(
         None, "dtype of the weights; int8 and int4 quantise them", shown="bfloat16 or float32, the faster here"
     )
