@@ -22,6 +22,7 @@ from aquiline.engine.request import Engine, Request, StreamEvent, merged_params,
 from aquiline.engine.text import Prompt, encode_expected, encode_prompt
 from aquiline.native.codes import GROUPS
 from aquiline.sampling import LossyRule, SamplingParams
+from aquiline.targets.cost import step_costs
 from aquiline.targets.target import Target
 from aquiline.watch import Watch
 
@@ -205,7 +206,7 @@ def load(
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
     fast = _fast(model, path, dtype, packed, exact)
     made = make_drafter(draft, tree, fast, path, packed, shared_lookup=shared_lookup)
-    drafter = _watched(made.drafter, adaptive, tree is None and isinstance(draft, str | Path))
+    drafter = _watched(made.drafter, fast, adaptive, tree is None and isinstance(draft, str | Path))
     end_ids, defaults = generation_defaults(path, target, tokenizer)
     return Loaded(
         Engine(fast, drafter, tokenizer, end_ids, lossy=lossy, max_rows=max_rows), path, made.name, defaults, made.head
@@ -222,13 +223,15 @@ def _fast(model: Target, path: Path | None, dtype: Any, packed: bool, exact: boo
     return fast
 
 
-def _watched(drafter: Drafter | None, adaptive: bool | None, default: bool) -> Drafter | None:
-    """Wraps a drafter in `Adaptive` if requested or by default."""
+def _watched(drafter: Drafter | None, target: Target, adaptive: bool | None, default: bool) -> Drafter | None:
+    """Wraps a drafter in `Adaptive` if requested or by default; a tree that the user chose is not pruned."""
     if drafter is None:
         return None
     if adaptive is None:
         adaptive = default and not (drafter.needs.every_step or drafter.needs.samples)
-    return Adaptive(drafter) if adaptive else drafter
+    if not adaptive:
+        return drafter
+    return Adaptive(drafter, step_costs(target) if default else None)
 
 
 def _check_arguments(target: Any, draft: Any, tree: Any, tokenizer: Any, lossy: Any, **flags: Any) -> None:

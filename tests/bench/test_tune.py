@@ -11,7 +11,6 @@ import torch
 
 from aquiline.bench import tune as tuning
 from aquiline.bench import tune_sources
-from aquiline.bench.cost import cost_curve, seconds_at
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
 from aquiline.bench.profile import Costs, candidates, make_profile, predict
@@ -27,6 +26,7 @@ from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
 from aquiline.drafters.tuned import read_tuned
 from aquiline.engine.drafting import make_drafter
+from aquiline.targets.cost import cost_curve, seconds_at
 from aquiline.tree import from_lists
 from tests import tiny
 from tests.bench.scripted import ScriptedDrafter, path_bed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from aquiline.drafters.eagle import EagleDrafter
+from aquiline.drafters.prices import Costs, Prices
 from aquiline.drafters.trees import Chain
 from aquiline.targets.native import NativeDecoder, native
 from tests.drafters.loop import extend, rows_of
@@ -32,14 +34,20 @@ def made(kind: str, dtype: torch.dtype, policy: Chain, changes: dict[str, Any]) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS)
 @pytest.mark.parametrize("policy", [Chain(1), Chain(6), Chain(6, 1e-4)])
+@pytest.mark.parametrize("priced", [False, True])
 def test_a_chain_in_one_call_equals_its_levels(
-    kind: str, changes: dict[str, Any], dtype: torch.dtype, policy: Chain
+    kind: str, changes: dict[str, Any], dtype: torch.dtype, policy: Chain, priced: bool
 ) -> None:
+    """With prices, which let a level follow while the rows' probabilities sum to enough, a chain has siblings."""
     drafter, target = made(kind, dtype, policy, changes)
     generator = torch.Generator().manual_seed(3)
     size = len(drafter.needs.features) * target.shape.hidden_size
     texts = [torch.randint(0, 90, (n,), generator=generator).tolist() for n in (9, 30, 2)]
     features = [torch.randn(1, len(text) - 1, size, generator=generator).to(dtype) for text in texts]
+    rows = rows_of(*texts)
+    if priced:
+        rows = replace(rows, prices=Prices(1.0, Costs([{"tokens": n, "seconds": 1e-4 * n} for n in (1, 2)]), [0.5]))
+        drafter._paces = {False: deque(maxlen=0)}  # what a level takes must not differ between the two
     trees = []
     for chain in (drafter._chain, None):
         for threads in (1, 2):
@@ -50,13 +58,13 @@ def test_a_chain_in_one_call_equals_its_levels(
                 state = drafter.new_state(3, 8)
                 for slot, (text, given) in enumerate(zip(texts, features, strict=True)):
                     extend(drafter, state, slot, text, given)
-                trees.append(drafter.propose(rows_of(*texts), state))
+                trees.append(drafter.propose(rows, state))
                 # A second draft sees none of the first.
-                trees.append(drafter.propose(rows_of(*texts), state))
+                trees.append(drafter.propose(rows, state))
             finally:
                 torch.set_num_threads(before)
     first = trees[0]
-    assert first.size > 1
+    assert first.size > (policy.depth if priced else 1)
     for other in trees[1:]:
         assert torch.equal(other.tokens, first.tokens) and torch.equal(other.num_nodes, first.num_nodes)
         assert torch.equal(other.parents, first.parents)
@@ -72,14 +80,16 @@ def test_what_does_not_fit_is_an_error() -> None:
     state = drafter.new_state(1, 8)
     call = (state.logits, state.hidden, state.cache, [0])
     with pytest.raises(ValueError, match="allowed: at least one"):
-        network.draft(chain, *call, 0, 0.0)  # type: ignore[union-attr]
+        network.draft(chain, *call, [])  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="kept is 9; allowed: 1 to 8"):
+        chain.draft(*call, network._angles.upto(9), [0.0], 9)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="for 2 rows"):
-        chain.draft(*call[:3], [0, 1], network._angles.upto(9), 3, 0.0)  # type: ignore[union-attr]
+        chain.draft(*call[:3], [0, 1], network._angles.upto(9), [0.0] * 3)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"slot|position"):
-        chain.draft(*call, network._angles.upto(100), 3000, -1e9)  # type: ignore[union-attr]
+        chain.draft(*call, network._angles.upto(100), [0.0] * 3000)  # type: ignore[union-attr]
     wrong = replace(chain, draft_to_target=None if chain.draft_to_target is None else chain.draft_to_target + 10**6)
     if wrong.draft_to_target is not None:
         with pytest.raises(ValueError, match="token 1000"):
-            wrong.draft(*call, network._angles.upto(100), 2, -1e9)  # type: ignore[union-attr]
+            wrong.draft(*call, network._angles.upto(100), [0.0] * 2)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="embedding"):
         replace(chain, embedding=chain.embedding.double())

@@ -16,6 +16,7 @@ from aquiline.drafters.mixed import Merged
 from aquiline.drafters.trees import BareTree, Chain, DynamicTree, StaticTree, TreePolicy, tree_text
 from aquiline.drafters.tuned import TunedChoice
 from aquiline.engine.drafting import make_drafter, read_tree
+from aquiline.targets.cost import step_costs
 from aquiline.targets.target import Target
 
 METHODS = {
@@ -173,7 +174,7 @@ def make_method(spec: MethodSpec, bed: Bed) -> Method:
     if name == "auto":
         words = f"{made.name}, {words}"
     if drafter is not None and name == "auto" and tree is None:
-        drafter, words, chain = Adaptive(drafter), f"{words}, adaptive", False
+        drafter, words, chain = Adaptive(drafter, step_costs(bed.target)), f"{words}, what pays of it", False
     elif drafter is not None and name == "eagle3+lookup":
         drafter, words, chain = Merged(drafter, PromptLookup()), f"{words} + prompt lookup", False
     return Method(label, drafter, words, None if head is None else shown(head), chain)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from aquiline.bench.cost import seconds_at
 from aquiline.bench.recorder import Step, nodes_of
 from aquiline.drafters.trees import Chain, DynamicTree
+from aquiline.targets.cost import seconds_at
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

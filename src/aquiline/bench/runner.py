@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from aquiline.bench.agreement import WrongTokens, complaint, find_divergences
-from aquiline.bench.cost import cost_curve
 from aquiline.bench.environment import environment
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, MethodSpec, check_methods, make_method
@@ -23,6 +22,7 @@ from aquiline.bench.tasks import Question, load_questions, task_name
 from aquiline.engine.text import encode_prompt
 from aquiline.loading import load
 from aquiline.models.files import locked
+from aquiline.targets.cost import cost_curve
 
 logger = logging.getLogger("aquiline")
 

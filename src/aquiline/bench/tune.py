@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from aquiline.bench.cost import cost_curve
 from aquiline.bench.environment import environment
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
@@ -23,6 +22,7 @@ from aquiline.bench.tasks import load_questions
 from aquiline.bench.tune_sources import Candidate, Source, find_sources
 from aquiline.drafters.trees import Chain, DynamicTree, tree_text
 from aquiline.drafters.tuned import TunedChoice, write_tuned
+from aquiline.targets.cost import cost_curve
 
 logger = logging.getLogger("aquiline")
 

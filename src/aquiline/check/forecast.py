@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from aquiline.bench.cost import cost_curve, seconds_at
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
 from aquiline.bench.records import Record
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.trees import Chain
+from aquiline.targets.cost import cost_curve, seconds_at
 
 LONGEST = 8
 """Longest chain that is forecast."""
@@ -34,7 +34,7 @@ class StepCosts:
     """Seconds of the parts of a step.
 
     Attributes:
-        curve: of the target's forward by number of tokens, see `aquiline.bench.cost.cost_curve`.
+        curve: of the target's forward by number of tokens, see `aquiline.targets.cost.cost_curve`.
         first: of the drafter's first level, with what it ingests; 0 for plain decoding.
         level: of each further level.
         rest: of accepting, committing and everything else.

@@ -1,144 +1,97 @@
-"""Switches drafting off while plain decoding is faster."""
+"""Drafts what pays: prunes trees by their price, and decodes plainly while drafting costs more than it yields."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from aquiline import tree as trees
+from aquiline.drafters.calibration import Calibration, pick_nodes
 from aquiline.drafters.drafter import Committed, Drafter, Rows, check_wrappable
+from aquiline.drafters.prices import Costs, Prices
 from aquiline.tree import DraftTree
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
+CREDIT, TRIAL, MOST = 7.0, 1.5, 24.0
+"""For one row, in plain steps: what drafting may lose at first, what in a trial after a pause, and what it may save up
+for later texts. Several rows give the same evidence in fewer steps, and a lost step costs more there."""
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 64, 256
 """Plain steps before drafting is tried again: initial value and maximum."""
 
-FIRST_JUDGED, CHECK_PLAIN, TRIAL = 8, 64, 4
-"""For one row: drafted steps before the first judgement (the interval doubles each time), the maximum
-interval, and the length of a trial after a pause. Several rows give the same evidence in fewer steps,
-and an unprofitable step costs more there."""
-
-_FEWEST_JUDGED, _FEWEST_TRIED = 3, 2
-"""The same for many rows; the first drafted step is slow because it warms up."""
+FIRST_CHECK, CHECK_PLAIN = 8, 64
+"""Drafted steps between the plain ones that show what plain decoding costs now: at first, for one row, and at most."""
 
 _WINDOW = 64
-"""Window of the yield estimate in drafted steps, limited because texts change."""
+"""Drafted steps that the yield and the cost average, because texts change."""
 
 
 @dataclass(eq=False)
-class Payoff:
-    """Yield and relative cost of drafted steps, for one number of rows.
+class Account:
+    """What drafting has gained over plain decoding, for one number of rows; the unit is a plain step.
 
-    A machine's speed drifts by more than the difference in question, so costs are compared only
-    between neighbouring steps: a run of drafted steps and the plain steps next to it give one ratio,
-    and the median of the last five counts.
+    A drafted step gains the tokens of a row less its cost. Whoever judges by the mean of few steps gives up by chance
+    what pays; here one unlucky step costs what it lost, and drafting ends when the credit is used up.
 
     Attributes:
+        batch: number of rows.
+        balance: what drafting has gained since the last pause, at most `MOST`.
         tokens: mean tokens per row of a drafted step.
-        variance: variance of the same.
-        seen: drafted steps that both estimates average, at most `_WINDOW`.
-        ratios: seconds of drafted steps over seconds of plain ones.
-        runs: mean seconds of the last run of drafted (True) and plain (False) steps.
-        warm: kinds that have run at least once; the first step of each kind is slow.
-    """
-
-    tokens: float = 1.0
-    variance: float = 0.0
-    seen: int = 0
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=5))
-    runs: dict[bool, float] = field(default_factory=dict)
-    last: bool | None = None
-    warm: set[bool] = field(default_factory=set)
-
-    def record(self, drafted: bool, seconds: float, tokens: float) -> None:
-        """Records a step of `seconds` that emitted `tokens` per row."""
-        if drafted:
-            self.seen = min(self.seen + 1, _WINDOW)
-            difference = tokens - self.tokens
-            self.tokens += difference / self.seen
-            self.variance += (difference * (tokens - self.tokens) - self.variance) / self.seen
-        if drafted not in self.warm:
-            self.warm.add(drafted)
-            return
-        if drafted is self.last:
-            # The time of an interrupted step (other processes, a slow consumer) is meaningless.
-            usual = self.runs[drafted]
-            self.runs[drafted] += (min(seconds, 3 * usual) - usual) / 4
-        else:
-            if len(self.runs) == 2:
-                self.ratios.append(self.runs[True] / self.runs[False])
-            self.runs[drafted] = seconds
-        self.last = drafted
-
-    def pays(self) -> bool:
-        """True unless drafting is clearly slower; with few steps it stays uncertain, so True."""
-        if len(self.runs) < 2 or self.seen < 2:
-            return True
-        doubt = 0.5 * ((self.variance + 0.1) / self.seen) ** 0.5
-        return bool(self.tokens + doubt >= median([*self.ratios, self.runs[True] / self.runs[False]]))
-
-    def doubt(self) -> None:
-        """Gives the next steps more weight, because the text has changed during a pause."""
-        self.seen = min(self.seen, FIRST_JUDGED)
-
-
-@dataclass(eq=False)
-class _Choice:
-    """Measurements and decision for one number of rows; the best choice depends on the batch size.
-
-    Attributes:
-        left: steps of the current kind until the next decision.
-        patience: drafted steps between two judgements.
-        pause: plain steps before the next trial of drafting.
-        checked: whether the last step was the plain step that a judgement needs.
+        cost: mean cost of one.
+        seen: steps that the means count, of which the first four are a guess.
+        drafting: whether steps currently draft.
+        left: steps of the current kind until the next plain check, or the next trial.
+        run: drafted steps between two checks.
+        pause: plain steps before the next trial.
+        checked: a plain step was timed, without which nothing is saved up.
     """
 
     batch: int = 1
-    payoff: Payoff = field(default_factory=Payoff)
+    balance: float = 0.0
+    tokens: float = 1.5
+    cost: float = 1.3
+    seen: int = 4
     drafting: bool = True
     left: int = 0
-    patience: int = 0
+    run: int = 0
     pause: int = SHORTEST_PAUSE
     checked: bool = False
 
     def __post_init__(self) -> None:
-        self.patience = self.first
-        self.left = self.first + 1
+        self.run = self.left = max(FIRST_CHECK // self.batch, 2)
 
     @property
-    def first(self) -> int:
-        """Number of drafted steps before the first judgement."""
-        return max(FIRST_JUDGED // self.batch, _FEWEST_JUDGED)
-
-    @property
-    def trial(self) -> int:
-        """Number of drafted steps in a trial after a pause."""
-        return max(TRIAL // self.batch, _FEWEST_TRIED)
+    def credit(self) -> float:
+        """What drafting may lose."""
+        return CREDIT / self.batch
 
     def decide(self) -> bool:
         """Returns True if the next step drafts."""
-        if False not in self.payoff.warm and self.left <= self.first:
-            return False  # once, early: plain decoding's first step warms up and is not measured
         self.left -= 1
-        if self.left > 0:
+        if self.left >= 0:
             return self.drafting
-        if not self.drafting:
-            self.drafting, self.left = True, self.trial
-            self.payoff.doubt()
-            return True
-        if not self.checked:
-            self.checked, self.left = True, 1
+        if self.drafting:
+            self.run = self.left = min(2 * self.run, CHECK_PLAIN)
+            self.checked = True
             return False
-        self.checked = False
-        if self.payoff.pays():
-            self.patience = min(2 * self.patience, CHECK_PLAIN)
-            self.left, self.pause = self.patience, SHORTEST_PAUSE
-        else:
-            self.drafting, self.left, self.patience = False, self.pause, self.trial
+        self.drafting, self.run, self.left = True, FIRST_CHECK, FIRST_CHECK
+        self.balance = TRIAL / self.batch - self.credit
+        return True
+
+    def record(self, tokens: float, cost: float) -> None:
+        """Records a drafted step."""
+        self.seen = min(self.seen + 1, _WINDOW)
+        self.tokens += (tokens - self.tokens) / self.seen
+        self.cost += (cost - self.cost) / self.seen
+        self.balance = min(self.balance + tokens - cost, MOST if self.checked else 0.0)
+        if self.balance > 0:
+            self.pause = SHORTEST_PAUSE
+        if self.balance < -self.credit:
+            self.drafting, self.left = False, self.pause
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        return self.drafting
 
 
 @dataclass(eq=False)
@@ -146,51 +99,88 @@ class AdaptiveState:
     """The inner drafter's state and the current step.
 
     Attributes:
-        began: start time of the current step's `propose`, or None between generations.
+        began: start time of the current step's verification, or None between generations.
+        spent: seconds of its draft.
+        drafted: whether it drafted.
+        size: tokens that it verifies, padding included.
     """
 
     inner: Any
     began: float | None = None
-    speculated: bool = True
+    spent: float = 0.0
+    drafted: bool = True
     batch: int = 0
+    size: int = 0
 
 
 class Adaptive:
-    """Measures cost and yield of drafting, and decodes plainly while drafting does not pay.
+    """Measures cost and yield of drafting, and drafts what pays.
 
     Steps are timed in use. While drafting pays, every 64th step is plain, to measure its cost; while
-    it does not, drafting is retried for a few steps after 32, 64, … 256 plain ones. Verification is
+    it does not, drafting is retried for a few steps after 64, 128, 256 plain ones. Verification is
     exact, so these choices never change the output.
 
     Args:
         inner: the drafter. It receives every committed position in both modes.
+        curve: measured seconds by number of tokens, see `Costs`; trees are then pruned to the nodes that pay, and
+            drafters know the `Prices`. None: the inner drafter's trees stay as they are.
 
     Raises:
         ValueError: for a drafter that needs every step, or that samples: step times would then
             influence which tokens a seed draws.
     """
 
-    def __init__(self, inner: Drafter) -> None:
+    def __init__(self, inner: Drafter, curve: Sequence[dict[str, float]] | None = None) -> None:
         check_wrappable(inner, "adaptive", "leave adaptive=False")
-        self.inner, self.needs = inner, inner.needs
+        self.inner, self.needs, self.prunes = inner, inner.needs, curve is not None
         # Speed depends on models and machine, so all generations share the measurements.
-        self._choices: dict[int, _Choice] = {}
+        self._costs, self._calibration = Costs(curve or ()), Calibration()
+        self._accounts: dict[int, Account] = {}
+        self._spent: deque[float] = deque(maxlen=15)
 
     def new_state(self, slots: int, capacity: int) -> AdaptiveState:
         return AdaptiveState(self.inner.new_state(slots, capacity))
 
     def extend(self, committed: Committed, state: AdaptiveState) -> None:
-        self.inner.extend(committed, state.inner)
         if state.began is not None:
-            emitted = sum(committed.counts) / max(len(committed.counts), 1)
-            seconds = time.perf_counter() - state.began
-            self._choice(state.batch).payoff.record(state.speculated, seconds, emitted)
+            self._costs.record(state.size, time.perf_counter() - state.began)
+            if state.drafted:
+                self._settle(committed, state)
             state.began = None
+        self.inner.extend(committed, state.inner)
+
+    def _settle(self, committed: Committed, state: AdaptiveState) -> None:
+        """Books a drafted step."""
+        self._calibration.record(committed, self.needs.source)
+        self._spent.append(state.spent)
+        # The time of an interrupted draft (other processes) is meaningless.
+        spent = min(state.spent, 3 * median(self._spent))
+        cost = (spent + self._costs.seconds(state.size)) / self._costs.seconds(state.batch)
+        self._account(state.batch).record(sum(committed.counts) / max(len(committed.counts), 1), cost)
 
     def propose(self, rows: Rows, state: AdaptiveState) -> DraftTree:
-        batch = len(rows.slots)
-        state.speculated, state.batch, state.began = self._choice(batch).decide(), batch, time.perf_counter()
-        return self.inner.propose(rows, state.inner) if state.speculated else trees.root_only(rows.roots)
+        began, batch = time.perf_counter(), len(rows.slots)
+        account = self._account(batch)
+        state.drafted, state.batch = account.decide(), batch
+        tree = self._drafted(rows, state, account) if state.drafted else trees.root_only(rows.roots)
+        state.began, state.size = time.perf_counter(), batch * tree.size
+        state.spent = state.began - began
+        return tree
+
+    def _drafted(self, rows: Rows, state: AdaptiveState, account: Account) -> DraftTree:
+        if not self.prunes:
+            return self.inner.propose(rows, state.inner)
+        rate = max(account.tokens / account.cost, 1.0) * account.batch / self._costs.seconds(account.batch)
+        prices = Prices(rate, self._costs, self._calibration.yields(rows.sample))
+        tree = self.inner.propose(replace(rows, prices=prices), state.inner)
+        if tree.log_probs is None or tree.size == 1:
+            return tree
+        chances = self._calibration.chances(tree, rows, self.needs.source)
+        order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in chances]
+        count = prices.nodes([[row[i] for i in best] for row, best in zip(chances, order, strict=True)])
+        if count >= tree.size - 1:
+            return tree
+        return pick_nodes(tree, [sorted(node + 1 for node in best[:count]) for best in order])
 
     def copy(self, source: int, slot: int, length: int, state: AdaptiveState) -> None:
         self.inner.copy(source, slot, length, state.inner)
@@ -199,5 +189,5 @@ class Adaptive:
         state.began = None
         self.inner.reset(slot, length, state.inner)
 
-    def _choice(self, batch: int) -> _Choice:
-        return self._choices.setdefault(batch, _Choice(batch))
+    def _account(self, batch: int) -> Account:
+        return self._accounts.setdefault(batch, Account(batch))

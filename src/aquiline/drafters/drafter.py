@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from aquiline.drafters.prices import Prices
 from aquiline.drafters.store import Prediction
 from aquiline.sampling import TokenChooser
 from aquiline.targets.target import Feature
@@ -77,6 +78,7 @@ class Rows:
     max_depth: int | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
     drafting: Sequence[Drafting] = ()
+    prices: Prices | None = None
 
     @property
     def roots(self) -> list[int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -23,9 +26,10 @@ from aquiline.drafters.eagle_network import (
     head_on,
     new_draft_cache,
 )
-from aquiline.drafters.filling import Pool, fill_tree, parents_of
+from aquiline.drafters.filling import Pool, fill_tree, parents_of, with_siblings
 from aquiline.drafters.levels import Level, first_level
 from aquiline.drafters.native import NativeNetwork, native_chain, native_network
+from aquiline.drafters.prices import Prices
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy, paths_of
 from aquiline.native.codes import WeightFormat
@@ -34,6 +38,12 @@ from aquiline.targets.packed import packed as packed_copy
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
 from aquiline.tree import DraftTree
+
+MOST_LEVELS, SIBLINGS = 10, 4
+"""Under prices: deepest draft, and candidates of a level."""
+
+LEAST = 0.02
+"""Candidates less likely than this are not considered: no node has cost so little."""
 
 
 @dataclass(eq=False)
@@ -96,6 +106,7 @@ class EagleDrafter:
             for module in head.network.modules():
                 if isinstance(module, Attention | GatedMLP):
                     module.join()
+        self._paces: dict[bool, deque[float]] = {sample: deque(maxlen=15) for sample in (False, True)}
         self._chain = native_chain(self._network, target, head.embedding, head.draft_to_target)
 
     def become(self, other: EagleDrafter) -> None:
@@ -143,6 +154,8 @@ class EagleDrafter:
         if depth < 1:
             return trees.root_only(rows.roots)
         drawn = self.needs.samples and rows.sample
+        if rows.prices is not None and isinstance(self.policy, Chain):
+            return self._priced(rows, state, rows.prices)
         if isinstance(self.policy, DynamicTree) or (isinstance(self.policy, Chain) and not drawn):
             return self._dynamic(rows, state, _fitted(self.policy, depth))
         paths = paths_of(self.policy, depth)
@@ -206,7 +219,7 @@ class EagleDrafter:
         at, k, limit = trees.select(self.target.device, rows.slots), policy.top_k, policy.num_nodes - 1
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
         if k == 1 and self._chain is not None and not rows.sample:
-            return self._chained(rows, state, policy.depth, floor)
+            return self._chained(rows, state, policy)
         scores, tokens = self._candidates(self._coupling(state.logits[at], rows, 1), k)  # (B, k) each
         level = first_level(tokens, state.hidden[at][:, None])
         pool = Pool([tokens], [scores], [])
@@ -228,19 +241,43 @@ class EagleDrafter:
             level = level.below(child_tokens.gather(1, picked), feedback, picked // k)
         return pool.best(rows.roots, limit, floor)
 
-    def _chained(self, rows: Rows, state: EagleState, depth: int, floor: float) -> DraftTree:
+    def _chained(self, rows: Rows, state: EagleState, policy: DynamicTree) -> DraftTree:
         """Drafts chains of the likeliest tokens: the levels of `_dynamic` in one call."""
-        network, chain, slots = self._network, self._chain, rows.slots
-        assert isinstance(network, NativeNetwork) and chain is not None
-        at = trees.select(self.target.device, slots)
-        tokens, scores = network.draft(
-            chain, state.logits[at], state.hidden[at], state.cache, list(slots), depth, floor
-        )
-        index = torch.arange(tokens.shape[1]).expand(len(slots), -1)
-        pool = Pool([tokens[:, :1]], [scores[:, :1]], [])
-        for level in range(1, tokens.shape[1]):
-            pool.add(tokens[:, level : level + 1], scores[:, level : level + 1], index[:, level - 1 : level])
-        return pool.best(rows.roots, depth, floor)
+        tokens, scores = self._levels(rows, state, [policy.min_prob] * policy.depth, 1)
+        return with_siblings(rows.roots, tokens, scores, policy.min_prob)
+
+    def _priced(self, rows: Rows, state: EagleState, prices: Prices) -> DraftTree:
+        """Drafts a chain while its next level pays, with the next-best children of all its nodes."""
+        paces = self._paces[rows.sample]
+        depth = rows.depth(MOST_LEVELS)
+        floors = prices.floors(len(rows.slots), depth, median(paces) if paces else 0.0)
+        began = time.perf_counter()
+        tokens, scores = self._levels(rows, state, floors, SIBLINGS)
+        if tokens.shape[1] > 1:
+            paces.append((time.perf_counter() - began) / (tokens.shape[1] - 1))
+        return with_siblings(rows.roots, tokens, scores, LEAST)
+
+    def _levels(self, rows: Rows, state: EagleState, floors: Sequence[float], kept: int) -> tuple[Tensor, Tensor]:
+        """Returns the `kept` best children of each node of a chain, (B, L, k) tokens and joint log-probabilities.
+
+        A level follows unless the probabilities of the rows' likeliest children sum to less than the level's floor.
+        """
+        at, network = trees.select(self.target.device, rows.slots), self._network
+        logits, feedback = state.logits[at], state.hidden[at]
+        if self._chain is not None and not rows.sample:
+            assert isinstance(network, NativeNetwork)
+            return network.draft(self._chain, logits, feedback, state.cache, list(rows.slots), floors, kept)
+        scores, tokens = self._candidates(self._coupling(logits, rows, 1), kept)
+        levels = [(tokens, scores)]
+        level = first_level(tokens[:, :1], feedback[:, None])
+        for depth in range(1, len(floors)):
+            if float(levels[-1][1][:, 0].exp().sum()) < floors[depth - 1]:
+                break
+            stream = self._feed(level, depth, rows.slots, state)
+            scores, tokens = self._candidates(self._coupling(self._logits(stream), rows, depth + 1)[:, 0], kept)
+            levels.append((tokens, levels[-1][1][:, :1] + scores))
+            level = level.after(tokens[:, :1], network.feedback(stream))
+        return torch.stack([tokens for tokens, _ in levels], 1), torch.stack([scores for _, scores in levels], 1)
 
     def _static(
         self,

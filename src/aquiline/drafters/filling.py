@@ -134,6 +134,34 @@ def fill_tree(root: Tensor, paths: Sequence[tuple[int, ...]], candidates: Candid
     )
 
 
+def with_siblings(roots: Sequence[int], tokens: Tensor, scores: Tensor, floor: float) -> DraftTree:
+    """Builds chains whose every node also has its next-best children.
+
+    Args:
+        roots: B.
+        tokens: (B, L, k) children of each level, all of the first child of the level above, likeliest first.
+        scores: (B, L, k) joint log-probabilities.
+        floor: children of a smaller joint probability are left out.
+    """
+    least = math.log(floor) if floor > 0 else -math.inf
+    rows, joint = [], []
+    for root, levels, values in zip(roots, tokens.tolist(), scores.tolist(), strict=True):
+        row, kept, above = ([root], [-1]), [0.0], 0
+        for children, chances in zip(levels, values, strict=True):
+            first = len(row[0])
+            for token, chance in zip(children, chances, strict=True):
+                if chance >= least and chance > -math.inf:
+                    row[0].append(token)
+                    row[1].append(above)
+                    kept.append(chance)
+            if len(row[0]) == first:
+                break
+            above = first
+        rows.append(row)
+        joint.append(kept)
+    return from_lists(rows, log_probs=joint)
+
+
 def to_host(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Copies (…, A) int64 ids and (…, B) float32 scores to the CPU, both in one copy."""
     if ids.device.type == "cpu":

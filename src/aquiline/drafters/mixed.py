@@ -159,4 +159,10 @@ def joined(found: DraftTree, drafted: DraftTree, missing: Sequence[int]) -> Draf
     rows, sources = trees.to_lists(found), list(found.sources)
     for i, row, names in zip(missing, trees.to_lists(drafted), drafted.sources, strict=True):
         rows[i], sources[i] = row, names
-    return trees.from_lists(rows, sources=sources)
+    if found.log_probs is None or drafted.log_probs is None:
+        return trees.from_lists(rows, sources=sources)
+    scores = found.log_probs.tolist()
+    for i, row in zip(missing, drafted.log_probs.tolist(), strict=True):
+        scores[i] = row
+    scores = [score[: len(tokens)] for score, (tokens, _) in zip(scores, rows, strict=True)]
+    return trees.from_lists(rows, sources, scores)

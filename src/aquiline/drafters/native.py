@@ -143,12 +143,12 @@ class NativeNetwork:
         hidden: Tensor,
         cache: KVCache,
         rows: Sequence[int],
-        levels: int,
-        floor: float,
+        floors: Sequence[float],
+        kept: int = 1,
     ) -> tuple[Tensor, Tensor]:
         """Makes room in the cache, and calls `NativeChain.draft`."""
-        span = reserve(cache, rows, max(levels - 1, 1))
-        return chain.draft(logits, hidden, cache, rows, self._angles.upto(span), levels, floor)
+        span = reserve(cache, rows, max(len(floors) - 1, 1))
+        return chain.draft(logits, hidden, cache, rows, self._angles.upto(span), floors, kept)
 
     def feedback(self, stream: Tensor) -> Tensor:
         return self._feedback(stream) if self.config.norm_output else stream

@@ -92,14 +92,17 @@ struct Chain {
   int64_t embeddings;
 };
 
+constexpr int MOST_KEPT = 8;
+
 struct ChainCall {
   Call* call;  // of one causal node a row: the first draft; `embedded` and `hidden` are written
-  float* logits;    // (batch, outputs) at the roots; written
-  int64_t* tokens;  // (batch, levels)
-  float* scores;    // (batch, levels) joint log-probabilities
+  float* logits;        // (batch, outputs) at the roots; written
+  int64_t* tokens;      // (batch, levels, kept), likeliest first; the chain goes on below the first
+  float* scores;        // (batch, levels, kept) joint log-probabilities
+  const float* floors;  // (levels): stop after a level whose firsts' probabilities sum to less
   int32_t levels;
+  int32_t kept;  // candidates of a level, 1 to MOST_KEPT
   int32_t done;  // levels that were drafted
-  float floor;   // stop where no row's score reaches it
   int32_t reserved;
 };
 

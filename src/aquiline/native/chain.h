@@ -1,4 +1,4 @@
-// A draft network's chains in one call: embed, the network, its logits, the likeliest token, again.
+// A draft network's chains in one call: embed, the network, its logits, the likeliest tokens, again.
 #pragma once
 #include "readout.h"
 #include "stack.h"
@@ -7,20 +7,30 @@ namespace aquiline {
 
 constexpr int PICK_CHUNK = 1024;  // logits that one thread looks at; sums do not depend on threads
 
+// The largest of a chunk, largest first and then by index, and what the logarithm of their probabilities needs.
 struct Pick {
-  float largest, total;  // total: of e^(x - largest)
-  int index;
+  float total;  // of e^(x - values[0])
+  int count;
+  float values[MOST_KEPT];
+  int indices[MOST_KEPT];
+
+  void offer(float x, int index, int most) {
+    int at = count < most ? count++ : count - 1;
+    for (; at && x > values[at - 1]; at--)
+      values[at] = values[at - 1], indices[at] = indices[at - 1];
+    values[at] = x, indices[at] = index;
+  }
 };
 
-// The first of the largest of x[0 … size), and what the logarithm of its probability needs.
-inline Pick pick(const float* x, int size) {
-  Pick p{x[0], 0.f, 0};
-  for (int i = 1; i < size; i++)
-    if (x[i] > p.largest) p.largest = x[i], p.index = i;
+// Picks the `most` largest of x[0 … size); their indices begin at `first`.
+inline Pick pick(const float* x, int size, int first, int most) {
+  Pick p{};
+  for (int i = 0; i < size; i++)
+    if (p.count < most || x[i] > p.values[p.count - 1]) p.offer(x[i], first + i, most);
   Floats total{};
   for (int i = 0; i < size; i += LANES) {
     const int count = lanes_at(i, size);
-    Floats e = exponential(load_part(x + i, count) - broadcast(p.largest));
+    Floats e = exponential(load_part(x + i, count) - broadcast(p.values[0]));
     for (int j = count; j < LANES; j++) e[j] = 0.f;
     total += e;
   }
@@ -76,37 +86,48 @@ class ChainPass {
     for (int i = mine.begin; i < mine.end; i++) {
       const int begin = i % chunks_ * PICK_CHUNK;
       picks_[i] = pick(call_.logits + (size_t)(i / chunks_) * size + begin,
-                       std::min(PICK_CHUNK, size - begin));
-      picks_[i].index += begin;
+                       std::min(PICK_CHUNK, size - begin), begin, call_.kept);
     }
   }
 
   // Writes a level's tokens and scores, and prepares the forward of the next one.
   void choose(int level) {
-    bool alive = false;
+    float alive = 0.f;
     for (int b = 0; b < batch_; b++) {
       const Pick* parts = picks_ + (size_t)b * chunks_;
       Pick best = parts[0];
       for (int i = 1; i < chunks_; i++)
-        if (parts[i].largest > best.largest) best = parts[i];
+        for (int j = 0; j < parts[i].count; j++)
+          if (best.count < call_.kept || parts[i].values[j] > best.values[best.count - 1])
+            best.offer(parts[i].values[j], parts[i].indices[j], call_.kept);
       float total = 0.f;
       for (int i = 0; i < chunks_; i++)
-        total += parts[i].total * std::exp(parts[i].largest - best.largest);
-      const size_t at = (size_t)b * call_.levels + level;
-      const float above = level ? call_.scores[at - 1] : 0.f;
-      call_.scores[at] = above - std::log(total);
-      call_.tokens[at] = chain_.to_target ? chain_.to_target[best.index] : best.index;
-      alive = alive || call_.scores[at] >= call_.floor;
+        total += parts[i].total * std::exp(parts[i].values[0] - best.values[0]);
+      const size_t at = first(b, level);
+      const float above = level ? call_.scores[first(b, level - 1)] : 0.f;
+      for (int j = 0; j < call_.kept; j++) {
+        const bool real = j < best.count;
+        const int index = real ? best.indices[j] : 0;
+        call_.scores[at + j] =
+            real ? above + (best.values[j] - best.values[0]) - std::log(total) : -INFINITY;
+        call_.tokens[at + j] = chain_.to_target ? chain_.to_target[index] : index;
+      }
+      alive += std::exp(call_.scores[at]);
     }
     call_.done = level + 1;
-    finished_ = !alive || call_.done == call_.levels || !advance(level);
+    finished_ = !(alive >= call_.floors[level]) || call_.done == call_.levels || !advance(level);
+  }
+
+  // Where a row's candidates of a level begin.
+  size_t first(int b, int level) const {
+    return ((size_t)b * call_.levels + level) * call_.kept;
   }
 
   bool advance(int level) {
     const Stack& s = *chain_.stack;
     const size_t bytes = s.hidden * (s.half ? sizeof(Half) : sizeof(float));
     for (int b = 0; b < batch_; b++) {
-      const int64_t token = call_.tokens[(size_t)b * call_.levels + level];
+      const int64_t token = call_.tokens[first(b, level)];
       if (token < 0 || token >= chain_.embeddings) {
         fail(inner_, "token", token, chain_.embeddings);
         return false;

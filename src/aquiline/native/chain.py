@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import KVCache
-from aquiline.native.library import Chain, ChainCall
+from aquiline.native.library import MOST_KEPT, Chain, ChainCall
 from aquiline.native.stack import Angles, NativeReadout, NativeStack
 
 
@@ -50,46 +50,54 @@ class NativeChain:
         cache: KVCache,
         rows: Sequence[int],
         angles: Angles,
-        levels: int,
-        floor: float,
+        floors: Sequence[float],
+        kept: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Drafts the likeliest token after each row, `levels` times; the cache does not advance.
+        """Drafts the likeliest token after each row, level by level; the cache does not advance.
 
         Args:
             logits: (B, Vd) float32 at the roots.
             hidden: (B, H) feedback at the roots.
-            cache: with room for levels - 1 more positions of each row.
+            cache: with room for one position of each row and level below the first.
             angles: of these positions.
-            floor: ends the draft after a level in which no row's joint log-probability reaches it.
+            floors: per level, ≥ 1 of them: the draft ends after a level where the rows' joint probabilities
+                sum to less.
+            kept: candidates of each level, 1 to 8.
 
         Returns:
-            (B, L) int64 target ids and (B, L) float32 joint log-probabilities, 1 ≤ L ≤ levels.
+            (B, L, k) int64 target ids, likeliest first, and (B, L, k) float32 joint log-probabilities,
+            1 ≤ L ≤ levels. The chain goes on below the first; candidates beyond the vocabulary have -inf.
         """
-        self._check(logits, hidden, rows, levels)
+        levels = len(floors)
+        self._check(logits, hidden, rows, levels, kept)
         positions = cache.lengths[list(rows)]
         slots = torch.tensor(list(rows))
         # The call writes into these.
         logits = logits.to(torch.float32, copy=True).contiguous()
         hidden = hidden.to(self.stack.dtype, copy=True).contiguous()
         embedded, stream = torch.empty_like(hidden), torch.empty_like(hidden)
-        tokens, scores = torch.empty(len(rows), levels, dtype=torch.int64), torch.empty(len(rows), levels)
+        shape = len(rows), levels, kept
+        tokens, scores = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        limits = (ctypes.c_float * levels)(*floors)
         call = self.stack.prepare(
             cache, angles, batch=len(rows), width=1, embedded=embedded.data_ptr(), hidden=hidden.data_ptr(),
             positions=positions.data_ptr(), committed=positions.data_ptr(), rows=slots.data_ptr(),
             stream_out=stream.data_ptr(),
         )  # fmt: skip
-        results = logits.data_ptr(), tokens.data_ptr(), scores.data_ptr()
-        chains = ChainCall(ctypes.pointer(call), *results, levels, 0, floor)
+        results = logits.data_ptr(), tokens.data_ptr(), scores.data_ptr(), ctypes.addressof(limits)
+        chains = ChainCall(ctypes.pointer(call), *results, levels, kept, 0, 0)
         if self.stack.library.draft(self._struct(), chains):
             raise ValueError(call.message.decode())
         return tokens[:, : chains.done], scores[:, : chains.done]
 
-    def _check(self, logits: Tensor, hidden: Tensor, rows: Sequence[int], levels: int) -> None:
+    def _check(self, logits: Tensor, hidden: Tensor, rows: Sequence[int], levels: int, kept: int) -> None:
         batch = len(rows)
         if logits.shape != (batch, self.logits.struct.outputs) or hidden.shape != (batch, self.stack.struct.hidden):
             raise ValueError(f"logits and hidden are {tuple(logits.shape)}, {tuple(hidden.shape)} for {batch} rows")
         if levels < 1 or not batch or len(set(rows)) != batch:
             raise ValueError(f"{levels} levels below rows {list(rows)}; allowed: at least one, distinct rows")
+        if not 1 <= kept <= MOST_KEPT:
+            raise ValueError(f"kept is {kept}; allowed: 1 to {MOST_KEPT}")
 
     def _struct(self) -> Chain:
         ids = self.draft_to_target

@@ -97,10 +97,8 @@ class ChainCall(ctypes.Structure):
 
     _fields_ = (
         ("call", POINTER(Call)),
-        *_all(c_void_p, "logits tokens scores"),
-        *_all(c_int32, "levels done"),
-        ("floor", c_float),
-        ("reserved", c_int32),
+        *_all(c_void_p, "logits tokens scores floors"),
+        *_all(c_int32, "levels kept done reserved"),
     )
 
 
@@ -112,6 +110,9 @@ class Facts(ctypes.Structure):
 
     _fields_ = (*_all(c_int32, "lanes pair_dots tiles"), ("sizes", c_int32 * len(_STRUCTS)))
 
+
+MOST_KEPT = 8
+"""Most candidates of a level in a `ChainCall`."""
 
 TOKENS, FUSED, PAIRED = 0, 1, 2
 """Values of `Stack.entry`: how the residual stream begins."""

@@ -48,6 +48,16 @@ def cost_curve(
     return _interleaved(forward, sizes, repeats, device)
 
 
+def step_costs(target: Target) -> list[dict[str, float]] | None:
+    """Measures in a few forwards what `aquiline.drafters.prices.Costs` begins with; None for devices other than CPUs.
+
+    The devices' default is a large tree, whose pruning has not been measured there.
+    """
+    if target.device.type != "cpu" or target.shape.max_positions < 64:
+        return None
+    return cost_curve(target, (1, 2, 4, 8, 16), context=32, repeats=2)
+
+
 def _interleaved(
     run: Callable[[int], None], sizes: Sequence[int], repeats: int, device: torch.device
 ) -> list[dict[str, float]]:
