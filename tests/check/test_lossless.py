@@ -31,7 +31,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     (tmp_path / "prompts.txt").write_text("\n".join(f"Question {n}: why {'x' * n}?" for n in range(5)))
 
     def run(*words: object) -> Result:
-        return call(capsys, "check", *words, "--target", "target")
+        return call(capsys, "check", "--target", "target", *words)
 
     return run
 

@@ -30,7 +30,7 @@ def check(base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.chdir(base)
 
     def run(*words: object) -> Result:
-        return call(capsys, "check", *words, "--target", "target")
+        return call(capsys, "check", "--target", "target", *words)
 
     return run
 
@@ -85,6 +85,7 @@ REFUSED = {
     "no share": (("--alpha", "high"), ("--alpha is 'high'", ".6,.58")),
     "too high": (("--alpha", "1.5"), ("--alpha is", "0 … 1")),
     "picture of nothing": (("--lossless", "--output", "x.html"), ("--output", "--lossless")),
+    "no folder": (("head", "--output", "none/x.html"), ("--output is 'none/x.html'", "a folder that exists")),
     "depth": (("head", "--depth", "1"), ("--depth is 1", "≥ 2")),
     "no such head": (("nosuch",), ("unknown draft head 'nosuch'",)),
     "no such prompts": (("head", "none.txt"), ("none.txt is neither",)),
@@ -97,3 +98,15 @@ def test_bad_input(check: Any, case: str) -> None:
     words, parts = REFUSED[case]
     result = check(*words)
     assert result.code == 2 and all(part in result.error for part in parts), result.err
+
+
+def test_answers_of_one_token_have_no_chains(check: Any, base: Path) -> None:
+    """A target that ends at once leaves nothing to judge."""
+    ended = shutil.copytree(base / "target", base / "ended")
+    config = json.loads((ended / "generation_config.json").read_text())
+    (ended / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": list(range(258))}))
+    result = check("head", "prompts.txt", "--json", "--target", "ended", "--num-prompts", 2, *SMALL[4:])
+    found = json.loads(result.out)
+    assert found["engine"] == [] and found["measured"] is None and found["steps"]["compared"] == 0
+    assert found["forecast"] == [] and not found["passed"] and "no draft was judged" in found["findings"][1]["text"]
+    assert "Forecast" not in check("head", "prompts.txt", "--target", "ended", "--num-prompts", 2, *SMALL[4:]).out

@@ -50,8 +50,8 @@ def find_divergences(
     }
     for record, row, at in parted:
         tokens = [output[at] if at < len(output) else -1 for output in (plain.outputs[row], record.outputs[row])]
-        scores = [_scores(each, plain.temperature, seed, at) for each in logits[row][at]]
-        gap, noise = _margin(target.dtype, *scores, tokens)
+        single, whole = (_scores(each, plain.temperature, seed, at) for each in logits[row][at])
+        gap, noise = _margin(target.dtype, single, whole, tokens)
         place = {"method": record.method, "task": record.task, "question": plain.questions[row], "turn": record.turn}
         place |= {"batch": record.batch, "position": at, "plain_token": tokens[0], "method_token": tokens[1]}
         found.append(place | {"gap": gap, "noise": noise, "near_tie": gap is not None and gap <= 2 * noise})

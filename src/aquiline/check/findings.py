@@ -46,6 +46,9 @@ def reading_findings(diagnosis: Diagnosis | None) -> Iterator[Finding]:
 
 def acceptance_findings(forced: Sequence[Rate], steps: Steps, promises: Sequence[Promise]) -> Iterator[Finding]:
     """Acceptance in the engine against training, against the card, and against nothing at all."""
+    if not forced:
+        yield Finding(True, "no answer has a second token, so that no draft was judged; give other prompts")
+        return
     difference = steps.more - steps.fewer
     if steps.chance < ERROR and abs(difference) > DISAGREEMENT * steps.compared:
         yield Finding(
@@ -54,11 +57,11 @@ def acceptance_findings(forced: Sequence[Rate], steps: Steps, promises: Sequence
             f"fewer drafts in {steps.fewer} and more in {steps.more} (chance {steps.chance:.2g}); this is a "
             "bug of the engine, report it with the head",
         )
-    first = forced[0] if forced else Rate(0.0, 0.0, 1.0, 0)
-    if first.count and first.high < USELESS:
+    first = forced[0]
+    if first.high < USELESS:
         yield Finding(True, f"0-α is {first}, surely below {USELESS}; the head drafts hardly anything that is accepted")
     lowest = min((promise.alphas[0] for promise in promises), default=None)
-    if lowest is not None and first.count and first.high < BELOW_CARD * lowest:
+    if lowest is not None and first.high < BELOW_CARD * lowest:
         yield Finding(
             True,
             f"0-α is {first}, and the lowest in the head's card is {lowest:.3f}; texts alone do not explain less than "

@@ -111,6 +111,8 @@ def resampled(
 ) -> list[list[float]]:
     """n-α of answers drawn with replacement, for intervals; arguments as `aquiline.check.intervals.alphas`."""
     depths = max((int(chain.max()) for chain in offered if len(chain)), default=0)
+    if depths == 0:
+        return []
     hits = np.array([[(a > n).sum() for n in range(depths)] for a in accepted])
     tries = np.array([[(o > n).sum() for n in range(depths)] for o in offered])
     # A fixed seed: the same counts give the same interval.

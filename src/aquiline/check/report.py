@@ -95,7 +95,7 @@ def check_json(report: CheckReport) -> dict[str, Any]:
         None if report.speed is None else dict(zip(("tokens_per_second", "length"), report.speed, strict=True))
     )
     record["forecast"] = [asdict(f) | {"tokens_per_second": f.tokens_per_second} for f in report.forecasts]
-    record["best_length"] = best_length(report.forecasts).length
+    record["best_length"] = best_length(report.forecasts).length if report.forecasts else None
     record["readings"] = [
         {"name": each.reading.name, "remedy": each.reading.remedy, "accepted": each.accepted, "gain": asdict(each.gain),
          "overlap_gain": asdict(each.overlap_gain), "chance": each.chance, "answers": each.answers,
@@ -110,11 +110,12 @@ def check_text(report: CheckReport) -> str:
     parts = []
     if report.engine:
         parts.append(f"Acceptance by depth, {report.answers} answers (95 % intervals)\n{_acceptance(report)}")
-    parts.append(f"Forecast for chains on this machine\n{_forecast(report)}")
+    if report.forecasts:
+        parts.append(f"Forecast for chains on this machine\n{_forecast(report)}")
     if report.diagnosis is not None and report.diagnosis.compared:
         parts.append(f"Other readings of the head, drafts accepted per chain of 3\n{_readings(report.diagnosis)}")
     words = [f"{'FAIL' if finding.failed else 'note'}: {finding.text}" for finding in report.findings]
-    if report.engine:
+    if report.head is not None:
         words.append("check failed" if not report.passed else "check passed")
     return "\n\n".join([*parts, "\n".join(words)]).rstrip()
 
@@ -130,14 +131,14 @@ def check_page(report: CheckReport) -> str:
             for promise, colour in zip(report.promises, COLOURS[2:], strict=False)
         ),
     ]
-    speed = [Point(f.length, f.tokens_per_second, f.low, f.high) for f in report.forecasts]
-    plain = report.forecasts[0].tokens_per_second
     body = [f"<h1>{escape(title)}</h1>"]
     if report.engine:
         axes = Axes("Acceptance by position", "n, accepted drafts before", "n-α", y_max=1.0)
         body += ["<h2>Acceptance by position</h2>", line_chart(axes, lines)]
-    axes = Axes("Forecast", "length of the chains", "tokens/s", guide=plain)
-    body += ["<h2>Forecast</h2>", line_chart(axes, [Series("tokens/s", speed, COLOURS[0])])]
+    if report.forecasts:
+        speed = [Point(f.length, f.tokens_per_second, f.low, f.high) for f in report.forecasts]
+        axes = Axes("Forecast", "length of the chains", "tokens/s", guide=report.forecasts[0].tokens_per_second)
+        body += ["<h2>Forecast</h2>", line_chart(axes, [Series("tokens/s", speed, COLOURS[0])])]
     return document(title, [*body, f"<pre>{escape(check_text(report))}</pre>"])
 
 

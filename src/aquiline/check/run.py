@@ -221,7 +221,7 @@ def _report(
     tokens = sum(record.tokens - 1 for record in run.records)
     seconds = sum(record.seconds - record.first_token_seconds[0] for record in run.records)
     known = max(1, sum(rate.count >= JUDGED for rate in engine))
-    values = [rate.value for rate in engine[:known]] or [0.0]
+    values = [rate.value for rate in engine[:known]]
     samples = [sample[:known] for sample in resampled(run.accepted, run.offered)]
     findings = [
         *reading_findings(diagnosis),
@@ -237,8 +237,8 @@ def _report(
         engine=engine,
         promises=promised,
         steps=steps,
-        speed=(tokens / seconds, settings.depth),
-        forecasts=forecast(values, costs, samples),
+        speed=(tokens / seconds, settings.depth) if tokens else None,
+        forecasts=forecast(values, costs, samples) if values else (),
         diagnosis=diagnosis,
         findings=findings,
     )

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = check(settings, advance=advance)
     print(json.dumps(check_json(report), ensure_ascii=False) if arguments.json else check_text(report))
     if arguments.output is not None:
-        write_text(Path(arguments.output), check_page(report))
+        write_text(Path(arguments.output).expanduser(), check_page(report))
         logger.info("page: %s", arguments.output)
     return 0 if report.passed else 1
 
@@ -73,6 +73,8 @@ def _lossless(arguments: argparse.Namespace, settings: CheckSettings) -> int:
 def _settings(arguments: argparse.Namespace) -> CheckSettings:
     from aquiline.check.settings import CheckSettings
 
+    if arguments.output is not None and not Path(arguments.output).expanduser().parent.is_dir():
+        raise ValueError(f"--output is {arguments.output!r}; allowed: a file in a folder that exists; make the folder")
     given: dict[str, Any] = {"alpha": _alphas(arguments.alpha)} if arguments.alpha is not None else {}
     if given and arguments.head is not None:
         raise ValueError("--alpha forecasts without a head, and a head was given; leave one out")
