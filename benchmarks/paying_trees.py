@@ -50,6 +50,8 @@ def cases(bed: Bed, arguments: argparse.Namespace) -> list[Case]:
             prompt = tuple(encode_turns(bed, question.turns[:1], ()))
             for temperature in arguments.temperatures:
                 found.append(Case(task, (question.id,), 0, (prompt,), temperature, arguments.tokens))
+    if not found:
+        raise SystemExit(f"no task has more than {arguments.skip} questions; lower --skip")
     return found
 
 
