@@ -273,3 +273,12 @@ def test_models_that_cannot_be_targets(tmp_path: Path) -> None:
     transformers.ViTModel(small).save_pretrained(tmp_path / "vit")
     with pytest.raises(ValueError, match=r"not a causal language model .*'vit'.*allowed"):
         load_target(tmp_path / "vit", torch.float32)
+
+
+@pytest.mark.parametrize("quantisation", [{"quant_method": "gptq"}, [1], {"quant_method": "compressed-tensors"}])
+def test_quantised_weights_that_transformers_cannot_read(tmp_path: Path, quantisation: Any) -> None:
+    tiny.hf_model("llama", torch.float32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    with pytest.raises(ValueError, match=r"transformers cannot load .*; (fetch it again|install the package)"):
+        load_target(tmp_path, torch.float32)

@@ -258,9 +258,10 @@ def _load_with_transformers(
             f"{folder} is not a causal language model (model_type {kind!r}); allowed: models that "
             "AutoModelForCausalLM loads"
         ) from error
-    except (OSError, KeyError, RuntimeError, StrictDataclassError) as error:
+    except (OSError, LookupError, RuntimeError, AttributeError, TypeError, ImportError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"transformers cannot load {folder} ({reason}); fetch it again") from error
+        remedy = "install the package" if isinstance(error, ImportError) else "fetch it again"
+        raise ValueError(f"transformers cannot load {folder} ({reason}); {remedy}") from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers initialises these randomly.
         raise ValueError(f"{folder} lacks the tensors {missing[:5]} of {type(model).__name__}; fetch it again")

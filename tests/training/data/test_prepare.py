@@ -17,7 +17,7 @@ from aquiline.training.data.conversations import (
 from aquiline.training.data.dataset import open_training_set
 from aquiline.training.data.prepare import prepare
 from aquiline.training.data.tokens import tokenizer_hash
-from tests.training.chat_templates import QWEN3_FIELDS
+from tests.training.chat_templates import QWEN3_FIELDS, TOOLS
 from tests.training.data.talks import TALKS, as_messages, lines, turns
 
 
@@ -103,6 +103,15 @@ def test_a_template_that_changes_the_text(source: Path, smollm2_folder: Path, tm
     upper = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
     with pytest.raises(ValueError, match=r"not verbatim|not found verbatim"):
         prepare(source, smollm2_folder, tmp_path / "set", max_length=99, chat_template=upper)
+
+
+def test_what_the_template_rejects_is_counted_as_that(smollm2_folder: Path, tmp_path: Path) -> None:
+    talk = as_messages(TALKS[0])
+    records = [talk | {"chat_template_kwargs": {"mood": "glad"}}, talk | {"tools": [{}]}, talk]
+    (tmp_path / "talks").write_text(lines(records))
+    report = prepare(tmp_path / "talks", smollm2_folder, tmp_path / "set", max_length=99, chat_template=TOOLS)
+    assert report.refused == {data.REJECTED: 2} and len(report.first_refusals) == 2
+    assert "no setting 'mood'" in report.first_refusals[0] and "not a tool" in report.first_refusals[1]
 
 
 def test_the_progress_line_counts(

@@ -73,9 +73,11 @@ def _check_shapes(d2t: Tensor | None, t2d: Tensor | None, draft_size: int, targe
         if tensor is None:
             continue
         if tuple(tensor.shape) != (size,):
-            raise ValueError(f"{place}: {name} has shape {tuple(tensor.shape)}, expected ({size},), {origin}")
+            raise ValueError(
+                f"{place}: {name} has shape {tuple(tensor.shape)}, expected ({size},), {origin}; fetch the head again"
+            )
         if tensor.is_floating_point() or tensor.is_complex() or (name == "d2t" and tensor.dtype == torch.bool):
-            raise ValueError(f"{place}: {name} has dtype {tensor.dtype}, expected integers")
+            raise ValueError(f"{place}: {name} has dtype {tensor.dtype}, expected integers; fetch the head again")
 
 
 def _whole(d2t: Tensor | None, t2d: Tensor | None, size: int, place: str) -> tuple[Tensor | None, str]:

@@ -24,7 +24,7 @@ from aquiline.training.data.conversations import Conversation, Refusal, read_con
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, appearing_whole
 from aquiline.training.data.masks import ChatRenderer, Rendered
 from aquiline.training.data.messages import Message, conversation_id, in_validation
-from aquiline.training.data.scaffold import NotFound
+from aquiline.training.data.scaffold import NotFound, Rejected
 from aquiline.training.data.sources import Unusable
 from aquiline.training.data.tally import PrepareReport, Tally, progress_line
 from aquiline.training.data.tokens import (
@@ -40,6 +40,7 @@ from aquiline.training.data.tokens import (
 from aquiline.training.settings import PrepareSettings
 
 NOT_VERBATIM = "assistant turn not found verbatim"
+REJECTED = "rejected by the chat template"
 SPECIAL_TOKEN = "special token in the text"
 TOO_LONG = "longer than max_length"
 NOTHING_LEFT = "no assistant token within max_length"
@@ -215,6 +216,8 @@ def _render(conversation: Conversation, renderer: ChatRenderer) -> Rendered:
         raise Unusable(SPECIAL_TOKEN, special)
     try:
         return renderer.render(conversation)
+    except Rejected as error:
+        raise Unusable(REJECTED, str(error)) from error
     except NotFound as error:
         raise Unusable(NOT_VERBATIM, str(error)) from error
 

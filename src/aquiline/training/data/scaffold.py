@@ -43,6 +43,10 @@ class NotFound(ValueError):
     """An assistant turn cannot be placed verbatim in the rendered conversation."""
 
 
+class Rejected(NotFound):
+    """The chat template rejects the conversation, its tools or its settings."""
+
+
 class ChatTemplate:
     """A tokenizer's chat template, which caches its scaffolds.
 
@@ -79,7 +83,7 @@ class ChatTemplate:
         """Renders messages, with the generation prompt at the end if `prompt`.
 
         Raises:
-            NotFound: if the template rejects them.
+            Rejected: if the template rejects them.
         """
         try:
             return apply_template(
@@ -90,8 +94,8 @@ class ChatTemplate:
                 tools=asked.tools,
                 settings=asked.settings,
             )
-        except ValueError as error:
-            raise NotFound(str(error)) from error
+        except (ValueError, TypeError) as error:
+            raise Rejected(str(error)) from error
 
     def scaffold(self, roles: tuple[str, ...], asked: Asked) -> Scaffold:
         """Learns, by markers in place of contents, the text around turns of these roles."""
