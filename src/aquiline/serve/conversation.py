@@ -67,7 +67,7 @@ def _message(name: str, value: Any) -> Mapping[str, Any]:
 
 def _calls(name: str, value: Any) -> list[Mapping[str, Any]]:
     """Tool calls, with their arguments as objects: chat templates print those."""
-    calls = []
+    calls: list[Mapping[str, Any]] = []
     for i, call in enumerate(listed(name, value)):
         fields = Fields(call, f"{name}[{i}]")
         made: dict[str, Any] = {"type": fields.take("type", one_of("function"), "function")}
@@ -83,7 +83,8 @@ def _calls(name: str, value: Any) -> list[Mapping[str, Any]]:
 
 def _arguments(name: str, value: Any) -> Mapping[str, Any]:
     try:
-        return mapping(name, json.loads(text(name, value)))
+        found: Mapping[str, Any] = mapping(name, json.loads(text(name, value)))
+        return found
     except (ValueError, RecursionError) as error:
         raise invalid(name, value, "a JSON object, as text") from error
 
