@@ -4,10 +4,11 @@
     python benchmarks/gpu.py --target FOLDER --draft HEAD --data SET
     python benchmarks/gpu.py --device cpu --smoke      # a random model, seconds: does the script run?
 
-Measures a plain token against the bandwidth bound (the weights' bytes over the rate of a device copy), joined
-projections against the reference, forwards of 1 to 64 nodes, what a cycle spends outside the forwards, trees of 8
-to 64 nodes, batches of 1 to 32 rows, and training steps (where --data names a set of `aquiline prepare`). Writes
-gpu-<device>.json and .md into benchmarks/results, and nothing in smoke form.
+Measures a plain token against the bandwidth bound (the weights' bytes over the rate of a device copy) in the
+reference, with joined projections, replayed as a CUDA graph, and compiled; forwards of 1 to 64 nodes and a cycle's
+phases with graphs and without; trees of 8 to 64 nodes, batches of 1 to 32 rows, and training steps (where --data
+names a set of `aquiline prepare`). Writes gpu-<device>.json and .md into benchmarks/results, and nothing in smoke
+form. Where there is no CUDA, "graph" means the same forwards of few shapes, called.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from aquiline.stats import GenerationStats
 from aquiline.targets.decoder import Decoder, DecoderConfig
 from aquiline.targets.layers import LayerConfig
 from aquiline.targets.rope import RopeConfig
-from aquiline.targets.target import TargetInput
+from aquiline.targets.static import StaticDecoder
+from aquiline.targets.target import Target, TargetInput
 from aquiline.tree import ancestors, depths
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,13 +49,14 @@ def main() -> None:
     options = parse()
     began = time.perf_counter()
     target, head = random_models(options.device) if options.smoke else models(options)
+    graphs = StaticDecoder(target)
     report: dict[str, Any] = {"environment": environment(target, options)}
     for name, measure in (
         ("plain", lambda: plain(target, options)),
-        ("forward, ms by width", lambda: forwards(target, options)),
-        ("cycle", lambda: cycle(target, head, options)),
-        ("trees", lambda: trees(target, head, options)),
-        ("batches", lambda: batches(target, head, options)),
+        ("forward, ms by width", lambda: beside(target, graphs, lambda form: forwards(form, options))),
+        ("cycle", lambda: beside(target, graphs, lambda form: cycle(form, head, options))),
+        ("trees", lambda: trees(graphs, head, options)),
+        ("batches", lambda: batches(graphs, head, options)),
         ("training", lambda: training(options)),
     ):
         report[name] = measure()
@@ -97,7 +100,15 @@ def environment(target: Decoder, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def milliseconds(target: Decoder, work: Callable[[], Any], rounds: int) -> float:
+def beside(
+    kernels: Target, graph: Target, measure: Callable[[Target], dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    """The figures of both forms, by name."""
+    one, other = measure(kernels), measure(graph)
+    return {name: {"kernels": one[name], "graph": other[name]} for name in one}
+
+
+def milliseconds(target: Target, work: Callable[[], Any], rounds: int) -> float:
     """Median over rounds, each waited for."""
     times = []
     for _ in range(rounds + 2):
@@ -115,7 +126,7 @@ def _wait(device: torch.device) -> None:
 
 
 def plain(target: Decoder, options: argparse.Namespace) -> dict[str, float]:
-    """A plain token in both forms of the decoder, and the time that reading its weights takes at least."""
+    """A plain token in all forms of the decoder, and the time that reading its weights takes at least."""
     block = torch.empty(1 << (20 if options.smoke else 30), dtype=torch.uint8, device=target.device)
     copied = milliseconds(target, lambda: block.clone(), 5)
     rate = 2 * block.numel() / copied * 1e3
@@ -124,11 +135,14 @@ def plain(target: Decoder, options: argparse.Namespace) -> dict[str, float]:
     found["reference, ms"] = generation(target, None, 1, options)["ms per token"]
     target.join()
     found["joined, ms"] = generation(target, None, 1, options)["ms per token"]
-    return found | {"share of the bound": found["bound, ms"] / found["joined, ms"]}
+    found["graph, ms"] = generation(StaticDecoder(target), None, 1, options)["ms per token"]
+    if not options.smoke:  # minutes of compiling
+        found["compiled graph, ms"] = generation(StaticDecoder(target, "inductor"), None, 1, options)["ms per token"]
+    return found | {"share of the bound": found["bound, ms"] / found["graph, ms"]}
 
 
 @torch.inference_mode()
-def forwards(target: Decoder, options: argparse.Namespace) -> dict[str, float]:
+def forwards(target: Target, options: argparse.Namespace) -> dict[str, float]:
     """Forwards of a tree of W nodes after a context, without the loop."""
     cache = target.new_cache(1, options.context + max(WIDTHS))
     cache.lengths[0] = options.context
@@ -143,8 +157,8 @@ def forwards(target: Decoder, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def generation(target: Decoder, drafter: Drafter | None, rows: int, options: argparse.Namespace) -> dict[str, float]:
-    """Greedy text of `rows` prompts at once, after one run that warms up."""
+def generation(target: Target, drafter: Drafter | None, rows: int, options: argparse.Namespace) -> dict[str, float]:
+    """Greedy text of `rows` prompts at once, after one run that warms up; graphs are captured in each run."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, target.shape.vocab_size, (rows, options.context), generator=generator).tolist()
     engine = Engine(target, drafter, None, (), max_rows=rows)
@@ -162,18 +176,18 @@ def generation(target: Decoder, drafter: Drafter | None, rows: int, options: arg
     }
 
 
-def cycle(target: Decoder, head: DraftHead, options: argparse.Namespace) -> dict[str, float]:
+def cycle(target: Target, head: DraftHead, options: argparse.Namespace) -> dict[str, float]:
     """The phases of a cycle that drafts a chain of five; on a device, a phase ends where the host waits."""
     return generation(target, drafter(target, head, Chain(5)), 1, options)
 
 
-def trees(target: Decoder, head: DraftHead, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def trees(target: Target, head: DraftHead, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Dynamic trees by their number of nodes."""
-    policies = {str(nodes): DynamicTree(nodes, 6, 8) for nodes in TREES}
+    policies = {str(nodes): DynamicTree(nodes, 6, 8) for nodes in (TREES[:2] if options.smoke else TREES)}
     return {name: generation(target, drafter(target, head, policy), 1, options) for name, policy in policies.items()}
 
 
-def batches(target: Decoder, head: DraftHead, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def batches(target: Target, head: DraftHead, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Plain decoding and chains by the number of rows, in tokens per second."""
     chain = drafter(target, head, Chain(4))
     return {
@@ -181,11 +195,11 @@ def batches(target: Decoder, head: DraftHead, options: argparse.Namespace) -> di
             "plain": generation(target, None, rows, options)["tokens/s"],
             "chain": generation(target, chain, rows, options)["tokens/s"],
         }
-        for rows in BATCHES
+        for rows in (BATCHES[:2] if options.smoke else BATCHES)
     }
 
 
-def drafter(target: Decoder, head: DraftHead, policy: TreePolicy) -> EagleDrafter:
+def drafter(target: Target, head: DraftHead, policy: TreePolicy) -> EagleDrafter:
     return EagleDrafter(head, target, policy, packed=True)
 
 

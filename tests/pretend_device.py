@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
@@ -178,6 +178,64 @@ class _Operations(TorchDispatchMode):
     def _check_float64(self, name: str, result: Any) -> None:
         if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(result)):
             raise RuntimeError(f"{_line()}: {name} makes float64, which MPS lacks")
+
+
+class PretendedGraph(TorchDispatchMode):
+    """A CUDA graph without CUDA: records kernels with their tensors, and runs them again without the code around them.
+
+    As in a CUDA graph, numbers that the host knew are those of the capture, and each result lands where it did then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, (name, decomposes, view, writes) = dict(kwargs or {}), _traits(func)
+        if decomposes:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name.removeprefix("aten::") in (*_READS, *_SIZED_BY_VALUES):
+            raise RuntimeError(f"{_line()}: {func} waits for the device, which a graph cannot")
+        result = func(*args, **kwargs)
+        if writes or not view:
+            self.kernels.append((func, args, kwargs, None if writes else result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self.kernels:
+            again = func(*args, **kwargs)
+            if result is not None:
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    old.copy_(new)
+
+
+class _Stream:
+    """A stream whose work is done; a class, because annotations in transformers name it."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def wait_stream(self, other: _Stream) -> None: ...
+
+
+@contextmanager
+def pretended_graphs(patch: Any) -> Iterator[list[PretendedGraph]]:
+    """Makes `torch.cuda` capture pretended graphs; yields them as they are captured."""
+    graphs: list[PretendedGraph] = []
+
+    @contextmanager
+    def graph(captured: PretendedGraph, **_: Any) -> Iterator[None]:
+        graphs.append(captured)
+        with captured:
+            yield
+
+    stubs = {
+        "current_stream": _Stream, "Stream": _Stream, "stream": lambda stream: nullcontext(),
+        "graph_pool_handle": lambda: "pool", "CUDAGraph": PretendedGraph, "graph": graph,
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        patch.setattr(torch.cuda, name, stub)
+    yield graphs
 
 
 class _Functions(TorchFunctionMode):

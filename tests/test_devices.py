@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +35,12 @@ from aquiline.engine.grammar import regex
 from aquiline.loading import Loaded
 from aquiline.sampling import LossyRule, SamplingParams
 from aquiline.stats import GenerationStats
+from aquiline.targets.decoder import Decoder
+from aquiline.targets.static import StaticDecoder
 from aquiline.targets.target import Target
 from tests import tiny
 from tests.knowing_drafter import KnowingDrafter, known_from
-from tests.pretend_device import DEVICE, Away, pretended_device
+from tests.pretend_device import DEVICE, Away, pretended_device, pretended_graphs
 from tests.targets import hf_models
 from tests.tiny_tokenizers import byte_level
 
@@ -175,7 +178,7 @@ def test_mixing_devices_is_an_error_with_its_place(folders: Path) -> None:
     with pretended_device():
         away = load(folders, "llama", "pretended")
         with pytest.raises(RuntimeError, match=r"targets/layers.py:\d+: .*mixes"):
-            away.target.layers[0].input_layernorm(torch.ones(1, 48))  # type: ignore[attr-defined]
+            away.target.decoder.layers[0].input_layernorm(torch.ones(1, 48))  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="float64"):
             Away(torch.ones(2)).double()
         with pytest.raises(RuntimeError, match="CPU generator"):
@@ -194,25 +197,51 @@ STEPS: dict[str, tuple[Callable[[Target], Drafter | None], tuple[int, int]]] = {
 """Drafter → copies to the host and to the device in a step, at most."""
 
 
-def away_target() -> Target:
+def away_target() -> Decoder:
     """The tiny Llama on the pretended device."""
     return copy.deepcopy(tiny.decoder("llama", torch.float32)).to(DEVICE)
 
 
-def counted_steps(rows: int, make: Callable[[Target], Drafter | None]) -> list[tuple[int, int, int]]:
-    """Copies to the host, to the device, and kernels of greedy steps, after one that fills what is made once."""
+KERNELS = {
+    "plain": ((151, 169), (151, 169)),
+    "chain": ((390, 498), (500, 780)),
+    "dynamic": ((492, 538), (605, 815)),
+    "static": ((449, 500), (545, 770)),
+    "lookahead": ((190, 190), (190, 190)),
+    "small model": ((840, 900), (915, 1115)),
+}
+"""Drafter → kernels of a step of 1 and of 3 rows, at most: greedy; sampling, where each drawn token adds `DRAW`."""
+
+DRAW = 24
+
+LEVELS = {"chain": 5, "dynamic": 5, "static": 5, "small model": 4}
+"""Drafter → levels that it couples with the noise of the target's draws."""
+
+
+def counted_steps(
+    rows: int,
+    make: Callable[[Target], Drafter | None],
+    params: SamplingParams = GREEDY,
+    form: Callable[[Decoder], Target] = lambda decoder: decoder,
+) -> list[tuple[int, int, int, int, Counter[str]]]:
+    """Runs steps after one that fills what is made once.
+
+    Returns:
+        per step: copies to the host, to the device, kernels, emitted tokens, kernels by line.
+    """
     found = []
     with torch.inference_mode(), pretended_device() as counts:
-        target = away_target()
+        target = form(away_target())
         drafter = make(target)
         state = decode.new_state(target, drafter, rows, 128)
         for slot, prompt in enumerate(tiny.prompts(rows, seed=3)):
-            occupant = decode.Occupant(list(prompt), tiny.chooser(prompt), GenerationStats())
+            occupant = decode.Occupant(list(prompt), tiny.chooser(prompt, params), GenerationStats())
             list(decode.prefill(target, drafter, state, slot, occupant))
         for _ in range(5):
             counts.clear()
-            decode.step(target, drafter, state, list(range(rows)))
-            found.append(tuple(c.total() for c in (counts.to_host, counts.to_device, counts.kernels)))
+            results = decode.step(target, drafter, state, list(range(rows)))
+            totals = (c.total() for c in (counts.to_host, counts.to_device, counts.kernels))
+            found.append((*totals, sum(len(result.tokens) for result in results), Counter(counts.kernels)))
     return found[1:]
 
 
@@ -223,6 +252,35 @@ def test_a_step_waits_for_the_device_as_rarely_as_it_can(name: str, rows: int) -
     steps = counted_steps(rows, make)
     assert max(step[0] for step in steps) == to_host
     assert max(step[1] for step in steps) <= to_device
+    assert max(step[2] for step in steps) <= KERNELS[name][0][rows == 3]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_sampling_step_waits_once_more_for_each_token(name: str, rows: int) -> None:
+    """Its draws need the noise of their tokens on the device: a copy for each, and one for each coupled level."""
+    make, (to_host, to_device) = STEPS[name]
+    for step in counted_steps(rows, make, SAMPLING):
+        assert step[0] <= to_host - 1 + step[3]
+        assert step[1] <= to_device + LEVELS.get(name, 0) + step[3]
+        assert step[2] <= KERNELS[name][1][rows == 3] + DRAW * step[3]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_replayed_forward_leaves_few_kernels_beside_its_graph(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replayed(decoder: Decoder) -> Target:
+        target = StaticDecoder(decoder)
+        target.graphs = True
+        return target
+
+    with pretended_graphs(monkeypatch) as graphs:
+        steps = counted_steps(rows, STEPS["plain"][0], form=replayed)
+    assert len(graphs) == 1, "captured in the step that is left out"
+    for to_host, to_device, _, _, lines in steps:
+        assert (to_host, to_device) == (1, 2)
+        of_target = {line: count for line, count in lines.items() if line.startswith("targets/")}
+        assert all(line.startswith("targets/static.py") for line in of_target), of_target
+        assert sum(of_target.values()) - max(of_target.values()) <= 3, "copies of tokens, positions and lengths"
 
 
 def test_the_benchmark_of_gpus_runs_in_smoke_form() -> None:

@@ -36,6 +36,8 @@ def loaded(target: Path) -> aquiline.Loaded:
         ({"exact": "x"}, "exact is 'x'; allowed: True or False"),
         ({"packed": "no"}, "packed is 'no'; allowed: True or False"),
         ({"packed": None}, "packed is None"),
+        ({"compile": 1}, "compile is 1; allowed: True or False"),
+        ({"compile": True}, "compile is True.*no effect.*packed=False"),
         ({"adaptive": 1}, "adaptive is 1"),
         ({"shared_lookup": None}, "shared_lookup is None"),
         ({"shared_lookup": True}, "shared_lookup is True.*draft is None.*drop"),

@@ -17,7 +17,14 @@ from aquiline.drafters.store import Prediction
 from aquiline.engine.chat import ChatSession
 from aquiline.engine.drafting import ServedHead, Tree, make_drafter, read_tree, swap_head
 from aquiline.engine.generate import generate_requests, stream_requests
-from aquiline.engine.opening import check_exact, fast_form, generation_defaults, integers_refused, open_target
+from aquiline.engine.opening import (
+    check_exact,
+    fast_form,
+    generation_defaults,
+    integers_refused,
+    open_target,
+    static_form,
+)
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
 from aquiline.engine.text import Prompt, encode_expected, encode_prompt
 from aquiline.native.codes import GROUPS
@@ -173,6 +180,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
     packed: bool = True,
+    compile: bool = False,
     exact: bool = False,
     adaptive: bool | None = None,
     lossy: LossyRule | None = None,
@@ -190,7 +198,9 @@ def load(
         dtype: of the weights; None: bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere. "int8" and
             "int4" quantise them for the native kernels; the output is plain decoding's with these weights.
         device: where the target runs.
-        packed: use the form that is fast on the device: native kernels, packed weights or joined projections.
+        packed: use the form that is fast on the device: native kernels, packed weights, or joined projections in
+            forwards of few shapes, which CUDA replays as graphs.
+        compile: compile the target's steps with torch.compile, at the first of each size; not on the native kernels.
         exact: require that every draft emits plain decoding's tokens in bfloat16 too, as on the native kernels.
         adaptive: decode plainly while drafting does not pay; None: unless you passed a tree or a drafter.
         lossy: an acceptance rule that CHANGES the output distribution.
@@ -200,11 +210,11 @@ def load(
     Raises:
         ValueError: an unknown name, a head that does not fit, contradictory settings, an `exact` that cannot hold here.
     """
-    flags = {"packed": packed, "exact": exact, "adaptive": adaptive, "shared_lookup": shared_lookup}
+    flags = {"packed": packed, "compile": compile, "exact": exact, "adaptive": adaptive, "shared_lookup": shared_lookup}
     _check_arguments(target, draft, tree, tokenizer, lossy, **flags)
     tree = read_tree(tree)  # before the target is loaded, which takes seconds
     path, model, tokenizer = open_target(target, tokenizer, dtype, device)
-    fast = _fast(model, path, dtype, packed, exact)
+    fast = static_form(_fast(model, path, dtype, packed, exact), packed, compile)
     made = make_drafter(draft, tree, fast, path, packed, shared_lookup=shared_lookup)
     drafter = _watched(made.drafter, fast, adaptive, tree is None and isinstance(draft, str | Path))
     end_ids, defaults = generation_defaults(path, target, tokenizer)

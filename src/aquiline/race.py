@@ -83,21 +83,27 @@ def draw(probs: Tensor, seed: int, position: int) -> int:
     outcome between unrelated tokens.
     """
     speeds = probs / noise(seed, position, probs.shape[-1]).to(probs.device)
-    return possible(speeds, int(speeds.argmax()), 0.0)
+    return likeliest(speeds, 0.0)
 
 
-def possible(scores: Tensor, token: int, nothing: float) -> int:
-    """Returns `token`, the arg-max of `scores`, after checking that it can be chosen.
+def likeliest(scores: Tensor, nothing: float) -> int:
+    """Returns the arg-max of (V,) `scores`, waiting for their device once.
+
+    Args:
+        nothing: score of a barred token.
 
     Raises:
         ValueError: if its score is NaN, or every token is barred.
     """
-    best = float(scores[token])  # arg-max prefers NaN to every number
+    token = scores.argmax(-1, keepdim=True)
+    exact = torch.promote_types(scores.dtype, torch.float32)  # holds every token id below 2²⁴
+    best, token_id = torch.cat((scores.gather(-1, token).to(exact), token.to(exact))).tolist()
+    # arg-max prefers NaN to every number
     if math.isnan(best):
         raise ValueError(NOT_A_NUMBER)
     if best == nothing:
         raise ValueError("logit_bias and logits_processors bar every token; leave at least one")
-    return token
+    return int(token_id)
 
 
 def uniform(seed: int, position: int) -> float:

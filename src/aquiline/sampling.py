@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aquiline.checks import check_kind, check_value, flag, integer, number, several
-from aquiline.race import draw, possible
+from aquiline.race import draw, likeliest
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's form: (input_ids (1, S) int64, scores (1, V) float32) → scores (1, V)."""
@@ -273,5 +273,5 @@ class TokenChooser:
         """Returns the token after `prefix`; `logits` (V,) are the target's at its last token."""
         scores = processed_logits(logits, self.params, prefix, self.prompt_length, self.end_ids)
         if self.params.temperature == 0:
-            return possible(scores, int(scores.argmax()), -math.inf)
+            return likeliest(scores, -math.inf)
         return draw(distribution(scores, self.params), self.seed, len(prefix) - self.prompt_length)

@@ -91,8 +91,8 @@ def _advice(facts: dict[str, Any]) -> list[str]:
         lines.append("this processor lacks fast bfloat16: the default is float32, which is about half as fast")
     if facts["cuda"] or facts["mps"]:
         lines.append(
-            "GPUs were only checked on a pretended device: compare outputs with --device cpu, and measure with "
-            "benchmarks/gpu.py of the repository"
+            "GPUs were only checked on a pretended device, CUDA graphs as recorded kernels on the CPU: compare outputs "
+            "with --device cpu, and measure with benchmarks/gpu.py of the repository"
         )
     if facts["threads"] != facts["cores"]:
         lines.append(

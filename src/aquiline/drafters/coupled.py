@@ -54,14 +54,15 @@ class Coupling:
         """
         if not rows.sample:
             return logits
-        raced = []
-        for scores, text, chooser in zip(logits.float(), rows.texts, rows.choosers, strict=True):
-            params = chooser.params
-            if params.temperature > 0:
-                position = len(text) - chooser.prompt_length + depth - 1
-                times = noise(chooser.seed, position, scores.shape[-1] if self._tokens is None else self._tokens)
-                scores = _kept(scores, params) - (times.log_() * (params.temperature / self.gamma)).to(scores.device)
-            raced.append(scores)
+        racing = [i for i, chooser in enumerate(rows.choosers) if chooser.params.temperature > 0]
+        tokens = logits.shape[-1] if self._tokens is None else self._tokens
+        times = []
+        for chooser, text in ((rows.choosers[i], rows.texts[i]) for i in racing):
+            own = noise(chooser.seed, len(text) - chooser.prompt_length + depth - 1, tokens)
+            times.append(own.log_() * (chooser.params.temperature / self.gamma))
+        raced = list(logits.float())
+        for i, own in zip(racing, torch.stack(times).to(logits.device), strict=True):  # one copy for all rows
+            raced[i] = _kept(raced[i], rows.choosers[i].params) - own
         return torch.stack(raced)
 
 

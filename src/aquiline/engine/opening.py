@@ -153,6 +153,32 @@ def fast_form(target: Target, owned: bool, dtype: torch.dtype | str | None = Non
     return target
 
 
+def static_form(target: Target, packed: bool, compiled: bool) -> Target:
+    """Returns our own decoder in forwards of few shapes, with CUDA graphs where there is CUDA.
+
+    Args:
+        target: a decoder on the CPU and any other target is returned as it is.
+        packed: the target is in the form that is fast on its device.
+        compiled: compile the forwards.
+
+    Raises:
+        ValueError: for `compiled` where it has no effect.
+    """
+    from aquiline.targets.decoder import Decoder
+    from aquiline.targets.static import StaticDecoder
+
+    on_cpu = target.device.type == "cpu"
+    if compiled and (not isinstance(target, Decoder) or (on_cpu and packed)):
+        raise ValueError(
+            f"compile is True, which has no effect on this target ({type(target).__name__}, {target.device}, packed "
+            f"{packed}); allowed: our own decoder on a GPU, or with packed=False on the CPU, where the native kernels "
+            "and packed weights are faster and not compiled"
+        )
+    if not isinstance(target, Decoder) or not (compiled or (packed and not on_cpu)):
+        return target
+    return StaticDecoder(target, "inductor" if compiled else None)
+
+
 def integers_refused(dtype: str, target: Target) -> ValueError:
     """The error for integer weights that cannot be had."""
     return ValueError(

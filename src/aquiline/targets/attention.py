@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ class Placement:
 
     Attributes:
         rows: the B rows; a slice if they are contiguous, so that reads are views.
-        starts: slot of the first new token of each row, its committed length plus `offset`.
+        starts: slot of the first new token of each row, its committed length plus `offset`; empty in a forward
+            of static shape, whose `cells` say it.
         width: T.
         span: slots that the attention reads, at least max(starts) + T.
         offset: uncommitted slots before the new tokens (earlier levels of a draft tree).
@@ -108,18 +109,26 @@ def attention_mask(
     committed: int | Tensor = starts[0] - offset
     if not same:
         committed = _committed(placement, positions)
-    slots = torch.arange(span, device=device)[None, :]
-    relative = (slots - committed).expand(len(starts), -1)  # (B, span), index among the uncommitted slots
+    assert offset == 0 or window is None, "a sliding window needs the positions of all uncommitted slots"
+    return _additive(committed, positions, ancestors, span, window, dtype)
+
+
+def _additive(
+    committed: int | Tensor, positions: Tensor, ancestors: Tensor, span: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Builds the additive mask (B, T, span) of rows with `committed` tokens, one number or (B, 1) int64."""
+    width, tail = ancestors.shape[1:]
+    slots = torch.arange(span, device=positions.device)[None, :]
+    relative = (slots - committed).expand(len(positions), -1)  # (B, span), index among the uncommitted slots
     inside = (relative >= 0) & (relative < tail)
     index = relative.clamp(0, tail - 1)
     among_new = ancestors.gather(2, index[:, None, :].expand(-1, width, -1))
     visible = (relative < 0)[:, None, :] | (among_new & inside[:, None, :])
     if window is not None:
-        assert offset == 0, "a sliding window needs the positions of all uncommitted slots"
         # A committed slot is its own position; a tree node's position is its depth, not its slot.
         key_positions = torch.where(inside, positions.gather(1, index), slots)
         visible &= positions[:, :, None] - key_positions[:, None, :] < window
-    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
@@ -132,7 +141,8 @@ class AttentionFrame:
         sin: (B, T, dim).
         masks: window → additive mask: (B, T, span); in a fused forward (B, 1, T · group, span).
         turned: in a fused forward, `sin` with its first half negated; None elsewhere.
-        cells: in a fused forward of rows of different lengths, (B, 1) rows and (B, T) slots of the new keys.
+        cells: in a fused forward of static shape or of rows of different lengths, (B, 1) rows and (B, T) slots of
+            the new keys.
     """
 
     cache: KVCache
@@ -167,13 +177,49 @@ def attention_frame(
     masks = {w: attention_mask(placement, positions, ancestors, w, rotary.dtype) for w in set(windows)}
     if not fused:
         return AttentionFrame(cache, placement, cos, sin, masks)
-    folded = {w: None if mask is None else mask.repeat(1, group, 1)[:, None] for w, mask in masks.items()}
-    half, cells = sin.shape[-1] // 2, None
+    cells = None
     if len(set(placement.starts)) > 1 or not isinstance(placement.rows, slice):
         new = torch.arange(placement.offset, placement.offset + placement.width, device=positions.device)
         cells = index_on(new.device, *placement.slots)[:, None], _committed(placement, positions) + new
-    turned = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    return AttentionFrame(cache, placement, cos, sin, folded, turned, cells)
+    return _fused(AttentionFrame(cache, placement, cos, sin, masks, cells=cells), group)
+
+
+def static_frame(
+    cache: KVCache,
+    span: int,
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    rotary: tuple[Tensor, Tensor],
+    windows: Sequence[int | None],
+    group: int,
+) -> AttentionFrame:
+    """Prepares the fused frame of a forward on the first B rows, with no branch on their lengths.
+
+    Args:
+        span: slots that the attention reads; the cache has them already.
+        lengths: (B, 1) int64 committed tokens of each row.
+        positions: (B, T) int64.
+        ancestors: as for `attention_mask`.
+        rotary: cos and sin of all positions below the cache's capacity.
+        group: query heads of a key head.
+    """
+    (rows, width), device, (cos, sin) = positions.shape, positions.device, rotary
+    if ancestors is None:
+        ancestors = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+    masks: dict[int | None, Tensor | None] = {
+        w: _additive(lengths, positions, ancestors, span, w, cos.dtype) for w in dict.fromkeys(windows)
+    }
+    cells = torch.arange(rows, device=device)[:, None], lengths + torch.arange(width, device=device)
+    placement = Placement(slice(0, rows), tuple(range(rows)), (), width, span)
+    return _fused(AttentionFrame(cache, placement, cos[positions], sin[positions], masks, cells=cells), group)
+
+
+def _fused(frame: AttentionFrame, group: int) -> AttentionFrame:
+    """Prepares the masks and the sines of a frame for `attention_output` in few kernels."""
+    masks = {w: None if mask is None else mask.repeat(1, group, 1)[:, None] for w, mask in frame.masks.items()}
+    first, second = frame.sin.chunk(2, dim=-1)
+    return replace(frame, masks=masks, turned=torch.cat((-first, second), dim=-1))
 
 
 def attention_output(

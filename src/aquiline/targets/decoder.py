@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aquiline.cache import KVCache
 from aquiline.models.tensors import check_tensors
-from aquiline.targets.attention import attention_frame, attention_output, place
+from aquiline.targets.attention import AttentionFrame, attention_frame, attention_output, place
 from aquiline.targets.layers import DecoderLayer, LayerConfig, RMSNorm, decoder_layers, stack_cache
 from aquiline.targets.rope import RotaryTable, max_positions, rope_from_hf
 from aquiline.targets.target import Feature, TargetInput, TargetOutput, TargetShape, check_features
@@ -173,6 +173,11 @@ class Decoder(nn.Module):
         """Device of the weights."""
         return self.embed_tokens.weight.device
 
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.config.layer.num_heads // self.config.layer.num_kv_heads
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         config = self.config
         return stack_cache(
@@ -181,10 +186,11 @@ class Decoder(nn.Module):
 
     def rotary(self, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of `positions` (all below `limit`), each (*positions.shape, dim)."""
-        return self._table.at(positions, limit)
+        return self.rotary_table.at(positions, limit)
 
     @property
-    def _table(self) -> RotaryTable:
+    def rotary_table(self) -> RotaryTable:
+        """Cosines and sines, in the dtype and on the device of the weights."""
         table = self._rotary_table
         if table is None or (table.dtype, table.device) != (self.dtype, self.device):
             table = self._rotary_table = RotaryTable(self.config.layer.rope, self.dtype, self.device)
@@ -203,14 +209,26 @@ class Decoder(nn.Module):
         cache, features = inputs.cache, inputs.features
         check_features(features, self.config.num_layers)
         placement = place(cache, inputs.rows, inputs.tokens.shape[1])
-        layers, group = decoder_layers(self.layers), self.config.layer.num_heads // self.config.layer.num_kv_heads
-        fused = self.device.type != "cpu" or layers[0].self_attn.joined is not None
+        fused = self.device.type != "cpu" or decoder_layers(self.layers)[0].self_attn.joined is not None
         frame = attention_frame(
-            cache, placement, inputs.positions, inputs.ancestors, self._table, self.config.windows, group, fused
+            cache,
+            placement,
+            inputs.positions,
+            inputs.ancestors,
+            self.rotary_table,
+            self.config.windows,
+            self.group,
+            fused,
         )
-        hidden = self.embed_tokens(inputs.tokens)
+        return self.through_layers(inputs.tokens, frame, features, inputs.logits_at)
+
+    def through_layers(
+        self, tokens: Tensor, frame: AttentionFrame, features: Sequence[Feature], logits_at: Tensor | None = None
+    ) -> TargetOutput:
+        """Runs (B, T) tokens at the places of `frame`; see `TargetInput`."""
+        hidden = self.embed_tokens(tokens)
         taken: dict[Feature, Tensor] = {}
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(decoder_layers(self.layers)):
             if i in features:
                 taken[i] = hidden
             window, rotated = self.config.windows[i], self.config.rotary[i]
@@ -219,7 +237,7 @@ class Decoder(nn.Module):
         taken[self.config.num_layers] = hidden
         taken["final"] = final = self.norm(hidden)
         picked = torch.cat([taken[f] for f in features], dim=-1) if features else None
-        return TargetOutput(self.project(gather_positions(final, inputs.logits_at)), picked)
+        return TargetOutput(self.project(gather_positions(final, logits_at)), picked)
 
     def embed(self, tokens: Tensor) -> Tensor:
         result: Tensor = self.embed_tokens(tokens)

@@ -188,9 +188,14 @@ class RotaryTable:
             positions: int64 positions.
             limit: exclusive upper bound on `positions`, which the caller knows without a device sync.
         """
+        cos, sin = self.upto(limit)
+        return cos[positions], sin[positions]
+
+    def upto(self, limit: int) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of at least all positions below `limit`, each (positions, dim)."""
         if limit > self._cos.shape[0]:
             self._grow(max(1024, 1 << (limit - 1).bit_length()))
-        return self._cos[positions], self._sin[positions]
+        return self._cos, self._sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
