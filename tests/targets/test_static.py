@@ -204,3 +204,20 @@ def test_a_cache_that_moves_is_captured_again(monkeypatch: pytest.MonkeyPatch) -
         del cache, inputs
         gc.collect()
         assert not target._captures, "graphs outlive their cache"
+
+
+def test_a_capture_that_fails_costs_the_graphs_and_not_the_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(device: torch.device) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", refuses)
+    decoder = tiny.decoder("llama")
+    model = StaticDecoder(decoder)
+    model.graphs = True
+    outputs = [
+        aquiline.load(target, draft=None, packed=False).generate([3, 5, 7], GREEDY) for target in (model, decoder)
+    ]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert not model.graphs and [record.message for record in caplog.records if "not permitted" in record.message]

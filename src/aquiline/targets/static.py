@@ -9,6 +9,7 @@ that only the host knows, and nothing in it waits for the host.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from aquiline.targets.attention import static_frame
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.target import Feature, TargetInput, TargetOutput, check_features
 from aquiline.tree import select
+
+logger = logging.getLogger("aquiline")
 
 WIDEST = 64
 """Tokens of a row in the widest bucket; wider forwards run as they are."""
@@ -108,7 +111,8 @@ class StaticDecoder:
         backend: of torch.compile; None does not compile.
 
     Attributes:
-        graphs: captures each bucket's forward and replays it; True on CUDA. Elsewhere forwards are called.
+        graphs: captures each bucket's forward and replays it; True on CUDA until a capture fails. Elsewhere, and
+            then, forwards are called.
     """
 
     exact = False
@@ -138,7 +142,7 @@ class StaticDecoder:
         fill(capture, inputs)
         arguments = (self.decoder, capture.inputs, cache, bucket.span, bucket.features)
         if self.graphs and capture.replay is None:
-            capture.replay = self._graph(*arguments)
+            capture.replay = self._graph_or_none(*arguments)
         out = capture.replay() if capture.replay else self._forward(*arguments)
         rows = select(self.device, inputs.rows)
         return TargetOutput(out.logits[rows, :width], None if out.features is None else out.features[rows, :width])
@@ -161,6 +165,14 @@ class StaticDecoder:
         ancestors = None if bucket.causal else zeros(*shape, bucket.width, dtype=torch.bool)
         rotary = self.decoder.rotary_table.upto(cache.capacity)
         return StaticInput(zeros(*shape), zeros(*shape), zeros(bucket.rows, 1), ancestors, rotary)
+
+    def _graph_or_none(self, *arguments: Any) -> Callable[[], TargetOutput] | None:
+        try:
+            return self._graph(*arguments)
+        except RuntimeError as error:
+            logger.warning("forwards run without CUDA graphs, more slowly, since a capture failed: %s", error)
+            self.graphs = False
+            return None
 
     def _graph(self, *arguments: Any) -> Callable[[], TargetOutput]:
         """Captures `static_forward` with these arguments.
