@@ -1,9 +1,10 @@
-"""Builds cache folders once, atomically, in one process at a time."""
+"""Replaces folders atomically, and builds cache folders once, in one process at a time."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,32 @@ def cache_root() -> Path:
     """
     configured = os.environ.get("AQUILINE_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "aquiline"
+
+
+@contextmanager
+def appearing_whole(output: Path) -> Iterator[Path]:
+    """Yields a temporary folder that becomes `output` if the block ends without an error.
+
+    Call it under the lock of `output`: it removes what a killed run left behind.
+    """
+    partial, old = beside(output, "partial"), beside(output, "replaced")
+    if old.exists() and not output.exists():  # killed between the two renames
+        old.rename(output)
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        with naming(output):
+            partial.mkdir()
+            yield partial
+            for path in filter(Path.is_file, partial.iterdir()):
+                with path.open("rb") as stream:
+                    os.fsync(stream.fileno())
+            if output.exists():
+                output.rename(old)
+            partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def build_once(folder: Path, stamp: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
@@ -47,18 +74,10 @@ def build_once(folder: Path, stamp: Mapping[str, Any], build: Callable[[Path], N
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(str(beside(folder, "lock"))):
-        if is_complete(folder, stamp):
-            return folder
-        partial = beside(folder, "partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
-            with naming(folder):
+        if not is_complete(folder, stamp):
+            with appearing_whole(folder) as partial:
                 build(partial)
                 _write_stamp(partial, stamp)
-                _move_into_place(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
@@ -77,13 +96,3 @@ def _write_stamp(folder: Path, stamp: Mapping[str, Any]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     text = json.dumps({**stamp, "files": sizes}, indent=2) + "\n"
     (folder / STAMP_NAME).write_text(text, encoding="utf-8")
-
-
-def _move_into_place(partial: Path, folder: Path) -> None:
-    # A folder cannot be renamed over a non-empty one, so an outdated folder is moved away first.
-    outdated = beside(folder, "outdated")
-    shutil.rmtree(outdated, ignore_errors=True)
-    if folder.exists():
-        folder.rename(outdated)
-    partial.rename(folder)
-    shutil.rmtree(outdated, ignore_errors=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.training.data.dataset import appearing_whole, open_training_set
+from aquiline.models.cache_folder import appearing_whole
+from aquiline.training.data.dataset import open_training_set
 from aquiline.training.data.prepare import prepare
 from tests.full_disk import no_file_above
 from tests.training.data.talks import as_messages, lines

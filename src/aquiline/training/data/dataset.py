@@ -8,11 +8,8 @@ hashes, versions, settings and counts).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +19,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
-from aquiline.models.files import beside, naming
 
 FORMAT = "aquiline-training-set-1"
 SPLITS = ("train", "validation")
@@ -186,32 +181,6 @@ def open_training_set(
             f"{path} is damaged: {split} holds {len(flat)} conversations, the manifest {expected}; prepare it again"
         )
     return TrainingSet(path, split, manifest, flat, batches, tuple(starts.tolist()))
-
-
-@contextlib.contextmanager
-def appearing_whole(output: Path) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `output` if the block ends without an error.
-
-    Call it under the lock of `output`: it removes what a killed run left behind.
-    """
-    partial, old = beside(output, "partial"), beside(output, "replaced")
-    if old.exists() and not output.exists():  # killed between the two renames
-        old.rename(output)
-    for left in (partial, old):
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        with naming(output):
-            partial.mkdir()
-            yield partial
-            for path in partial.iterdir():
-                with path.open("rb") as stream:
-                    os.fsync(stream.fileno())
-            if output.exists():
-                output.rename(old)
-            partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _map(path: Path) -> tuple[pa.RecordBatch, ...]:

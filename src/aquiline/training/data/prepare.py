@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from aquiline.models.cache_folder import appearing_whole
 from aquiline.models.files import check_room, locked
 from aquiline.training.data.conversations import Conversation, Refusal, read_conversations
-from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, appearing_whole
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
 from aquiline.training.data.masks import ChatRenderer, Rendered
 from aquiline.training.data.messages import Message, conversation_id, in_validation
 from aquiline.training.data.scaffold import NotFound, Rejected
@@ -103,7 +104,6 @@ def prepare(
         chat_template: replaces the tokenizer's own template.
         chat_template_kwargs: variables of the template; a record's ``chat_template_kwargs`` take precedence.
         overwrite: replace an existing `output`.
-        progress: show a progress line.
         settings: fields of `PrepareSettings`, such as ``max_length=512``.
 
     Raises:
