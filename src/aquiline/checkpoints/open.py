@@ -105,6 +105,11 @@ def stored_eagle(head: Head) -> StoredHead:
     return head.contents
 
 
+def stored_heads(head: Head) -> StoredHeads | None:
+    """Returns the tensors of Medusa or Hydra heads; None for a head of another kind."""
+    return head.contents if isinstance(head.contents, StoredHeads) else None
+
+
 def resolve_head(name: str | Path) -> Path:
     """Returns the folder or GGUF file of a head.
 

@@ -7,9 +7,11 @@ tokens, steps without drafts).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,8 +23,11 @@ from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.filling import to_host
 from aquiline.drafters.sampled import draft_laws, draw_children, pack_drawn
 from aquiline.drafters.trees import Chain
+from aquiline.models.tokenizer import token_table
 from aquiline.targets.target import Target, TargetInput, TargetShape
 from aquiline.tree import DraftTree
+
+logger = logging.getLogger("aquiline")
 
 _CHUNK = 512
 """Tokens per forward, to bound the memory of a long prompt."""
@@ -52,6 +57,40 @@ def check_tokens(model: TargetShape, target: TargetShape) -> None:
             f"the small model has {model.vocab_size} tokens, the target {target.vocab_size}; both must use one "
             "tokenizer: distil one with `aquiline train --method small-model`"
         )
+
+
+def compare_tokens(draft: Path, target: Path | None, model: TargetShape, wanted: TargetShape) -> None:
+    """Rejects a small model with another tokenizer: drafts would be legal tokens, and never accepted.
+
+    A few tokens may differ, such as reserved ones that the target's training has named; a warning counts them.
+
+    Args:
+        draft: the small model's folder.
+        target: the target's, or None if unknown.
+        model: sizes of the small model.
+        wanted: sizes of the target.
+
+    Raises:
+        ValueError: for another tokenizer, or if there is none to compare and the sizes differ.
+    """
+    mine, theirs = (None if folder is None else token_table(folder) for folder in (draft, target))
+    if mine is None or theirs is None:
+        if model.vocab_size == wanted.vocab_size:
+            return
+        raise ValueError(
+            f"{draft} has {model.vocab_size} tokens, the target {wanted.vocab_size}, and one of them has no "
+            "tokenizer.json to compare; put it into the folder"
+        )
+    shared = [i for i in mine.keys() & theirs.keys() if i < min(model.vocab_size, wanted.vocab_size)]
+    odd = [i for i in sorted(shared) if mine[i] != theirs[i]]
+    if len(odd) > len(shared) // 100 or not shared:
+        example = f" (token {odd[0]} is {mine[odd[0]]!r} there and {theirs[odd[0]]!r} here)" if odd else ""
+        raise ValueError(
+            f"{draft} has another tokenizer than the target{example}; give a small model with the target's: distil one "
+            "with `aquiline train --method small-model`"
+        )
+    if odd:
+        logger.warning("%d tokens of %s differ from the target's, such as %r", len(odd), draft, mine[odd[0]])
 
 
 class SmallModel:

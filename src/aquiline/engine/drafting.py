@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from aquiline.checkpoints.eagle.stored import head_from_stored
-from aquiline.checkpoints.open import Head, open_head, shipped_for, stored_eagle, trained_for
-from aquiline.checkpoints.parallel import StoredHeads, heads_from_stored
+from aquiline.checkpoints.open import Head, open_head, shipped_for, stored_eagle, stored_heads, trained_for
+from aquiline.checkpoints.parallel import heads_from_stored
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookahead import Lookahead
 from aquiline.drafters.lookup import SHARED_TOKENS, PromptLookup
 from aquiline.drafters.mixed import LookupFirst
 from aquiline.drafters.parallel import ParallelDrafter
-from aquiline.drafters.small_model import SmallModel
+from aquiline.drafters.small_model import SmallModel, compare_tokens
 from aquiline.drafters.store import Store
 from aquiline.drafters.trees import (
     BareTree,
@@ -34,10 +34,9 @@ from aquiline.drafters.trees import (
 from aquiline.drafters.tuned import TunedChoice, read_tuned
 from aquiline.engine.opening import fast_form
 from aquiline.models.resolve import target_fingerprint
-from aquiline.models.tokenizer import token_table
 from aquiline.native.codes import WeightFormat
 from aquiline.targets.loading import load_target, target_shape
-from aquiline.targets.target import Target, TargetShape
+from aquiline.targets.target import Target
 
 logger = logging.getLogger("aquiline")
 
@@ -220,7 +219,8 @@ def _alone(
             draft.path,
         )
     drafter = _of_head(draft, tree, target, path, packed, sampled)
-    published = "published " if isinstance(draft.contents, StoredHeads) and draft.contents.published else ""
+    heads = stored_heads(draft)
+    published = "published " if heads is not None and heads.published else ""
     head = ServedHead(drafter, draft.path, packed) if isinstance(drafter, EagleDrafter) else None
     return NamedDrafter(drafter, f"{draft.path.name} ({published}{draft.kind.replace('-', ' ')})", drafter.policy, head)
 
@@ -270,15 +270,15 @@ def _lookup(tree: TreePolicy | BareTree | None, target: Target, shared: Store | 
 def _of_head(
     head: Head, tree: TreePolicy | BareTree | None, target: Target, path: Path | None, packed: bool, sampled: bool
 ) -> EagleDrafter | ParallelDrafter | SmallModel:
-    stored = head.contents
-    levels = stored.config.num_heads if isinstance(stored, StoredHeads) else None
+    heads = stored_heads(head)
+    levels = None if heads is None else heads.config.num_heads
     policy = None if tree is None else sized(tree, target.device, levels)
-    if isinstance(stored, StoredHeads):
+    if heads is not None:
         assert not isinstance(policy, DynamicTree)
-        return ParallelDrafter(heads_from_stored(stored, target.dtype, target.device), target, policy)
+        return ParallelDrafter(heads_from_stored(heads, target.dtype, target.device), target, policy)
     if head.kind == "small-model":
         assert isinstance(policy, Chain | None)
-        _compare_tokens(head.path, path, target_shape(head.path), target.shape)
+        compare_tokens(head.path, path, target_shape(head.path), target.shape)
         model = load_target(head.path, target.dtype, target.device)
         return SmallModel(fast_form(model, True) if packed else model, target, policy, sampled=sampled)
     if policy is None:
@@ -286,28 +286,3 @@ def _of_head(
     # Rounding a head to int8 changes its acceptance by less than chance, and reads half as much.
     form: WeightFormat | None = "int8" if target.dtype == torch.bfloat16 else None
     return EagleDrafter(head_from_stored(stored_eagle(head), target.dtype), target, policy, packed=packed, form=form)
-
-
-def _compare_tokens(draft: Path, target: Path | None, model: TargetShape, wanted: TargetShape) -> None:
-    """Rejects a small model with another tokenizer: drafts would be legal tokens, and never accepted.
-
-    A few tokens may differ, such as reserved ones that the target's training has named; a warning counts them.
-    """
-    mine, theirs = (None if folder is None else token_table(folder) for folder in (draft, target))
-    if mine is None or theirs is None:
-        if model.vocab_size == wanted.vocab_size:
-            return
-        raise ValueError(
-            f"{draft} has {model.vocab_size} tokens, the target {wanted.vocab_size}, and one of them has no "
-            "tokenizer.json to compare; put it into the folder"
-        )
-    shared = [i for i in mine.keys() & theirs.keys() if i < min(model.vocab_size, wanted.vocab_size)]
-    odd = [i for i in sorted(shared) if mine[i] != theirs[i]]
-    if len(odd) > len(shared) // 100 or not shared:
-        example = f" (token {odd[0]} is {mine[odd[0]]!r} there and {theirs[odd[0]]!r} here)" if odd else ""
-        raise ValueError(
-            f"{draft} has another tokenizer than the target{example}; give a small model with the target's: distil one "
-            "with `aquiline train --method small-model`"
-        )
-    if odd:
-        logger.warning("%d tokens of %s differ from the target's, such as %r", len(odd), draft, mine[odd[0]])

@@ -11,15 +11,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
-def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Pulls all singular values of a matrix to about 1 (between 0.7 and 1.2).
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Pulls all singular values of a matrix to about 1 (between 0.7 and 1.2), by Newton-Schulz iterations.
 
     Args:
         matrix: (m, n).
-        steps: Newton-Schulz iterations.
 
     Returns:
         (m, n) in the dtype of `matrix`; computed in bfloat16.
@@ -28,7 +27,7 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.t() if tall else matrix).to(torch.bfloat16)
     x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
+    for _ in range(_ITERATIONS):
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
     result: Tensor = (x.t() if tall else x).to(matrix.dtype)
