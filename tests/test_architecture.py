@@ -54,6 +54,15 @@ TOPICS = {
 }
 """Tests in a folder that cover a subject instead of one module; those at the top cover the whole."""
 
+LONG_DOCSTRINGS = {
+    "loading.load",  # a line for each of its arguments, twice
+}
+"""Functions whose docstrings do not count as lines."""
+
+LONG_FILES = {
+    "drafters/eagle.py": 340,  # one drafter: three ways to fill a tree share its levels
+}
+
 
 @dataclass(frozen=True)
 class Import:
@@ -175,20 +184,23 @@ def test_no_bare_except_and_nothing_hidden() -> None:
 
 
 def test_functions_fit_on_a_screen() -> None:
+    long = set()
     for module, parsed in modules().items():
         for node in ast.walk(parsed):
-            if isinstance(node, ast.FunctionDef):
-                first = node.body[0]
-                has_docstring = ast.get_docstring(node) is not None
-                docstring = (first.end_lineno or 0) - first.lineno + 1 if has_docstring else 0
-                lines = (node.end_lineno or 0) - node.lineno + 1 - docstring
-                assert lines <= 60, f"{module}.{node.name} has {lines} lines without its docstring; allowed: 60"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name, lines = f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1
+                if name in LONG_DOCSTRINGS and lines > 40:
+                    long.add(name)
+                    lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+                assert lines <= 40, f"{name} has {lines} lines; allowed: 40"
+    assert long == LONG_DOCSTRINGS, "these fit by now"
 
 
 def test_files_hold_one_concept() -> None:
     for file in SOURCE.rglob("*.py"):
-        lines = len(file.read_text(encoding="utf-8").splitlines())
-        assert lines <= 400, f"{file.relative_to(ROOT)} has {lines} lines; allowed: 400"
+        lines, allowed = len(file.read_text(encoding="utf-8").splitlines()), 300
+        allowed = LONG_FILES.get(str(file.relative_to(SOURCE)), allowed)
+        assert lines <= allowed, f"{file.relative_to(ROOT)} has {lines} lines; allowed: {allowed}"
 
 
 def test_everything_has_a_docstring() -> None:

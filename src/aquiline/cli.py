@@ -83,6 +83,18 @@ def build_parser(only: str | None = None) -> Parser:
     return parser
 
 
+def _prepare_streams() -> None:
+    """Opens closed standard streams on the null device, and escapes characters that the terminal lacks."""
+    if sys.stderr is None:  # print would write errors to standard output
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        # Such a character would end the command.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` excludes the program's name, and None uses the arguments of the process.
 
@@ -92,14 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is None:  # `>&-`
         return _explain(ValueError("standard output is closed; redirect it to a file or to /dev/null"))
-    if sys.stderr is None:  # print would write errors to standard output
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        # A character that the terminal's encoding lacks is escaped, instead of ending the command.
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+    _prepare_streams()
     # OpenMP threads spin for milliseconds between parallel regions, which starves the working thread
     # when other processes need the cores. This must be set before torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")

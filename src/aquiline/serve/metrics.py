@@ -63,14 +63,24 @@ class Metrics:
         self.acceptance = made(Gauge, name, "Running n-α by what drafted.", ["method", "position"])
         self.alarms = made(Counter, "aquiline:acceptance_alarms", "Falls of acceptance.", ["method"])
         self._watch, self._raised = watch, dict[str, int]()
-        made(Gauge, "vllm:num_requests_running", "Requests in a slot.").set_function(running)
-        made(Gauge, "vllm:num_requests_waiting", "Requests that wait for a slot.").set_function(waiting)
-        made(Gauge, "aquiline:slots", "Slots.").set(slots)
-        made(Gauge, "aquiline:mean_accept_length", "Tokens per target forward.").set_function(self._tau)
-        name = "aquiline:tokens_per_second"
-        made(Gauge, name, f"Emitted tokens per second of the last {_WINDOW:.0f} s.").set_function(self._rate)
+        self._gauge(made, slots, running, waiting)
         self._steps = self._accepted = 0
         self._recent: deque[tuple[float, int]] = deque()
+
+    def _gauge(
+        self, made: Callable[..., Any], slots: int, running: Callable[[], int], waiting: Callable[[], int]
+    ) -> None:
+        from prometheus_client import Gauge
+
+        rate = f"Emitted tokens per second of the last {_WINDOW:.0f} s."
+        for name, text, read in (
+            ("vllm:num_requests_running", "Requests in a slot.", running),
+            ("vllm:num_requests_waiting", "Requests that wait for a slot.", waiting),
+            ("aquiline:slots", "Slots.", lambda: slots),
+            ("aquiline:mean_accept_length", "Tokens per target forward.", self._tau),
+            ("aquiline:tokens_per_second", rate, self._rate),
+        ):
+            made(Gauge, name, text).set_function(read)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
