@@ -171,7 +171,7 @@ def accept_sampled(
         def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
             children = below[row][node]
             p = _law(chooser, logits[row, node], [*prefixes[row], *taken])
-            entered, p = _rounds([token for _, token in children], p, laws[row, node].cpu().double(), generator)
+            entered, p = rounds([token for _, token in children], p, laws[row, node].cpu().double(), generator)
             if entered is None:
                 return None, int(torch.multinomial(p, 1, generator=generator))
             return children[entered]
@@ -193,7 +193,7 @@ def _law(chooser: TokenChooser, logits: Tensor, prefix: Sequence[int]) -> Tensor
     return certain
 
 
-def _rounds(candidates: Sequence[int], p: Tensor, q: Tensor, generator: torch.Generator) -> tuple[int | None, Tensor]:
+def rounds(candidates: Sequence[int], p: Tensor, q: Tensor, generator: torch.Generator) -> tuple[int | None, Tensor]:
     """Tries the siblings in order; returns (index of the accepted one or None, the remaining p)."""
     for i, token in enumerate(candidates):
         uniform = float(torch.rand((), generator=generator, dtype=torch.float64))

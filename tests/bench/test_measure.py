@@ -1,10 +1,11 @@
 """Counters, latencies and calibration of generations whose acceptance is known."""
 
 import math
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from aquiline.bench.agreement import complaint, find_divergences
 from aquiline.bench.measure import Case, measure
@@ -12,6 +13,7 @@ from aquiline.bench.methods import Bed, Method
 from aquiline.bench.metrics import alpha, ece, summarise, tau
 from aquiline.bench.recorder import Recorder, judged_nodes
 from aquiline.bench.records import Record, record_from_json, record_json
+from aquiline.cache import KVCache, new_cache
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.request import Engine, Request
 from aquiline.sampling import SamplingParams
@@ -185,21 +187,31 @@ def test_methods_that_part_from_one_text_share_its_forwards(bed: Bed, monkeypatc
     assert lengths.count(1) == 9 + 6
 
 
-@pytest.mark.parametrize(("dtype", "tie"), [("bfloat16", True), ("float32", False)])
-def test_neighbouring_numbers_of_16_bits_are_a_near_tie(
-    bed: Bed, dtype: str, tie: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Branches of a tree may round to the next number even if all single forwards have the same bits."""
-    import torch
+@dataclass(eq=False)
+class Constant:
+    """A target whose logits, (V,), are the same everywhere."""
 
+    logits: torch.Tensor
+    dtype: torch.dtype
+    device = torch.device("cpu")
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return new_cache(
+            layers=1, rows=rows, kv_heads=1, key_dim=1, capacity=capacity, max_capacity=capacity, dtype=self.dtype
+        )
+
+    def forward(self, inputs: TargetInput) -> TargetOutput:
+        return TargetOutput(self.logits[None, None], None)
+
+
+@pytest.mark.parametrize(("dtype", "tie"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_neighbouring_numbers_of_16_bits_are_a_near_tie(bed: Bed, dtype: torch.dtype, tie: bool) -> None:
+    """Branches of a tree may round to the next number even if all single forwards have the same bits."""
     plain = measure(bed, PLAIN, case(4))
     right = plain.outputs[0][2]
     logits = torch.zeros(50)
     logits[right], logits[(right + 1) % 50], logits[(right + 2) % 50] = 16.125, 16.0, 15.0
-    monkeypatch.setattr(
-        "aquiline.bench.agreement._forwards", lambda target, pieces, lengths: dict.fromkeys(lengths, logits)
-    )
-    target = SimpleNamespace(dtype=getattr(torch, dtype))
+    target = Constant(logits, dtype)
     for step, expected in ((1, tie), (2, False)):
         outputs = [[*plain.outputs[0][:2], (right + step) % 50, *plain.outputs[0][3:]]]
         wrong = Record(**{**vars(plain), "method": "tree", "outputs": outputs})

@@ -16,7 +16,9 @@ from aquiline.bench.methods import Bed, Method
 from aquiline.bench.profile import Costs, candidates, make_profile, predict
 from aquiline.bench.recorder import Recorder, Step
 from aquiline.bench.records import Record
+from aquiline.bench.runner import encode_turns
 from aquiline.bench.settings import TuneSettings
+from aquiline.bench.tasks import load_questions
 from aquiline.bench.tune import LARGEST, tune
 from aquiline.bench.tune_sources import Source, find_sources
 from aquiline.checkpoints.eagle.safeailab import write_head
@@ -108,9 +110,12 @@ def _setting(tmp_path: Path) -> tuple[Bed, TuneSettings, list[list[int]]]:
     file.write_text("".join(f"prompt number {i}\n" for i in range(6)))
     settings = TuneSettings(prompts=(str(file),), max_new_tokens=30, output=str(tmp_path / "tuned.json"))
     plain = Method("plain", None, "")
-    proposing, confirming = tuning._split(bed, replace(settings, max_new_tokens=60))
-    texts = [list(case.prompts[0]) + measure(bed, plain, case).outputs[0] for case in [*proposing, *confirming]]
-    assert len(proposing) == len(confirming) == 3
+    texts = []
+    for question in load_questions(settings.prompts):
+        prompt = tuple(encode_turns(bed, question.turns[:1], ()))
+        case = Case(question.task, (question.id,), 0, (prompt,), settings.temperature, 60, settings.seed)
+        texts.append([*prompt, *measure(bed, plain, case).outputs[0]])
+    assert len(texts) == 6
     return bed, settings, texts
 
 

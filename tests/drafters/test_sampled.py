@@ -49,7 +49,7 @@ def round_law(candidates, p, q, monkeypatch):
     def outcome(values):
         coins[:] = values
         used.clear()
-        return verify._rounds(candidates, p, q, torch.Generator())
+        return verify.rounds(candidates, p, q, torch.Generator())
 
     refuse, thresholds = [1 - 1e-15] * len(candidates), []
     for i in range(len(candidates)):

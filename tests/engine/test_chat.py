@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.eagle import EagleDrafter, EagleState
+from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.trees import DynamicTree
 from aquiline.engine.chat import ChatSession
@@ -132,9 +132,11 @@ def network_engine(tokenizer: Any) -> Engine:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama2"])
-def test_the_caches_are_those_of_a_fresh_prefill(family: str) -> None:
+def test_the_caches_are_those_of_a_fresh_prefill(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_for(family)
     engine = network_engine(tokenizer)
+    caches = recorded(monkeypatch, engine.target, "new_cache")
+    states = recorded(monkeypatch, engine.drafter, "new_state")
     session = ChatSession(engine)
     params = SamplingParams(max_new_tokens=12, temperature=0.8, seed=2)
     for turn, say in enumerate(("Hi", "And?")):
@@ -142,16 +144,25 @@ def test_the_caches_are_those_of_a_fresh_prefill(family: str) -> None:
     fresh = ChatSession(engine, messages=session.messages[:-2])
     output = fresh.send("And?", params)
     assert output.text == session.messages[-1]["content"]
-    for mine, other in zip(_caches(session), _caches(fresh), strict=True):
+    blocks = [
+        (cache.key_block, cache.value_block, state.cache.key_block[..., :-1, :])
+        for cache, state in zip(caches, states, strict=True)
+    ]
+    for mine, other in zip(*blocks, strict=True):
         size = len(output.prompt_tokens)
         torch.testing.assert_close(mine[:, :, :, :size], other[:, :, :, :size], rtol=1e-9, atol=1e-9)
 
 
-def _caches(session: ChatSession) -> list[Tensor]:
-    assert session._batch is not None
-    state = session._batch.state
-    assert isinstance(state.drafter_state, EagleState)
-    return [state.cache.key_block, state.cache.value_block, state.drafter_state.cache.key_block[..., :-1, :]]
+def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """What a method returns from now on."""
+    method, made = getattr(owner, name), list[Any]()
+
+    def record(*arguments: Any) -> Any:
+        made.append(method(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(owner, name, record)
+    return made
 
 
 # -- turns that end early --------------------------------------------------------------------------

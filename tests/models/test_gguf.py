@@ -136,7 +136,7 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
 def test_shards_hold_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf")
     whole = AutoModelForCausalLM.from_pretrained(convert(tmp_path / "tiny.gguf")).state_dict()
-    monkeypatch.setattr(gguf_target, "_SHARD_BYTES", 50_000)
+    monkeypatch.setattr(gguf_target, "SHARD_BYTES", 50_000)
     (tmp_path / "sharded").mkdir()
     write_target_from_gguf(tmp_path / "tiny.gguf", tmp_path / "sharded")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1

@@ -118,7 +118,7 @@ def test_errors_and_logs_name_no_path_and_no_prompt(
         raise RuntimeError("in /home/somebody/file.py")
 
     with monkeypatch.context() as patch, caplog.at_level("INFO", "aquiline"):
-        patch.setattr("aquiline.serve.server._emissions", broken)
+        patch.setattr("aquiline.serve.server.outputs_of", broken)
         status, headers, answer = server.ask(TEXT, {"prompt": "a very private question"})
         name = headers["x-request-id"]
         server.until(lambda: f'{{"request": "{name}"' in caplog.text)  # the log comes after the answer

@@ -160,9 +160,9 @@ def test_windows_are_read_from_what_the_model_does() -> None:
         "granite": {"": None},
     }.items():
         model = hf_models.build(family, sliding_window=hf_models.WINDOW)
-        assert HFTarget(model)._windows == expected
+        assert HFTarget(model).windows == expected
     longer = hf_models.build("starcoder2", sliding_window=128)  # The context ends before it.
-    assert HFTarget(longer)._windows == {"": None}
+    assert HFTarget(longer).windows == {"": None}
 
 
 def test_a_window_applied_in_an_unknown_way_is_refused() -> None:

@@ -247,7 +247,7 @@ def test_gemma3_with_prompt_lookup_equals_transformers() -> None:
 
     folder = fetch_embedded("gemma3-270m")
     target = load_target(folder, torch.float32)
-    assert isinstance(target, HFTarget) and set(target._windows.values()) == {None, 512}
+    assert isinstance(target, HFTarget) and set(target.windows.values()) == {None, 512}
     text = "Copy the list exactly.\n" + "apple, river, stone, violin, cloud, lantern;\n" * 44
     prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     assert len(prompt) > 520

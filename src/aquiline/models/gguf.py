@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Increase this when the output changes, so that caches of older versions are rebuilt.
 LAYOUT = 1
-_SHARD_BYTES = 4 << 30
+SHARD_BYTES = 4 << 30
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -170,7 +170,7 @@ def _shards(header: GgufHeader, names: Mapping[str, str]) -> Iterator[list[str]]
     size = 0
     for name in sorted(names, key=names.__getitem__):
         added = _bfloat16_bytes(header, name)
-        if shard and size + added > _SHARD_BYTES:
+        if shard and size + added > SHARD_BYTES:
             yield shard
             shard, size = [], 0
         shard.append(name)

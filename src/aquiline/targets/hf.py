@@ -64,7 +64,7 @@ class HFTarget:
         self.device = _device(self.model)
         try:
             self._measure(config, limit)
-            self._windows = self._find_windows(config)
+            self.windows = self._find_windows(config)
             self._confirm(model)
         except (RuntimeError, TypeError, AttributeError, LookupError) as error:
             name, reason = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -112,7 +112,7 @@ class HFTarget:
         expected = self._run(inputs, placement, None).last_hidden_state
         unused: dict[str, int | None] = {"": None}
         for windows in (mask_windows(config), unused):
-            self._windows = windows
+            self.windows = windows
             found = self._run(inputs, placement, self._masks(inputs, placement)).last_hidden_state
             if difference(found, expected) <= tolerance(self.dtype, 0.02):
                 return windows
@@ -223,7 +223,7 @@ class HFTarget:
     def _masks(self, inputs: TargetInput, placement: Placement) -> Any:
         """Returns one additive (B, 1, T, span) mask, or one per kind of layer."""
         masks: dict[str, Any] = {}
-        for kind, window in self._windows.items():
+        for kind, window in self.windows.items():
             mask = attention_mask(placement, inputs.positions, inputs.ancestors, window, self._cache_dtype)
             masks[kind] = None if mask is None else mask[:, None]
         return masks.get("", masks)

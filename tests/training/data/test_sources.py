@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from aquiline.training.data import sources
 from aquiline.training.data.conversations import Conversation, Refusal, read_conversations
-from aquiline.training.data.sources import CUT, MALFORMED, TOO_LARGE, Unusable, _Splitter, read_records
+from aquiline.training.data.sources import CUT, MALFORMED, TOO_LARGE, Splitter, Unusable, read_records
 from tests.training.data.talks import TALKS, as_messages, as_sharegpt, contents, lines, refusals
 
 TALK = [{"role": "user", "content": 'Say "]}" twice\\'}, {"role": "assistant", "content": "]}, ]}"}]
@@ -45,7 +45,7 @@ def test_any_cut_into_chunks_gives_the_elements(records: list[Any], indent: int 
         records = [{"record": record} for record in records]
     parts = [json.dumps(record, indent=indent, ensure_ascii=False) for record in records]
     text = (f"[{', '.join(parts)}]" if array else "\n".join(parts)).encode()
-    splitter, found = _Splitter(), list[Any]()
+    splitter, found = Splitter(), list[Any]()
     for start in range(0, len(text), size):
         found += splitter.feed(text[start : start + size])
     assert [json.loads(piece) for piece in found] == records

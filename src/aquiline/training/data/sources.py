@@ -114,7 +114,7 @@ def _lines(stream: _Bytes) -> Iterator[tuple[int, bytes | Unusable]]:
 
 def _elements(stream: _Bytes) -> Iterator[bytes | Unusable]:
     """Splits JSON arrays of records, or records one after another, into the bytes of each record."""
-    splitter = _Splitter()
+    splitter = Splitter()
     try:
         while chunk := stream.read1(max(1 << 16, len(splitter.data))):
             yield from splitter.feed(chunk)
@@ -129,7 +129,7 @@ def _elements(stream: _Bytes) -> Iterator[bytes | Unusable]:
         yield Unusable(MALFORMED, f"text after the array of {splitter.count} records")
 
 
-class _Splitter:
+class Splitter:
     """Finds where the records of JSON text end, without building their values.
 
     A list of messages is one record, not an array of records. `array` is True while the records are the
