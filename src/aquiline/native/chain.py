@@ -53,27 +53,21 @@ class NativeChain:
         floors: Sequence[float],
         kept: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Drafts the likeliest token after each row, level by level; the cache does not advance.
+        """Drafts the likeliest tokens by level, each level below the best of the last; the cache does not advance.
 
         Args:
-            logits: (B, Vd) float32 at the roots.
-            hidden: (B, H) feedback at the roots.
+            logits, hidden: (B, Vd) float32 and (B, H) feedback at the roots.
             cache: with room for one position of each row and level below the first.
             angles: of these positions.
-            floors: per level, ≥ 1 of them: the draft ends after a level where the rows' joint probabilities
-                sum to less.
+            floors: of ≥ 1 levels; the draft ends after one where the rows' joint probabilities sum to less.
             kept: candidates of each level, 1 to 8.
 
         Returns:
-            (B, L, k) int64 target ids, likeliest first, and (B, L, k) float32 joint log-probabilities,
-            1 ≤ L ≤ levels. The chain goes on below the first; candidates beyond the vocabulary have -inf.
+            (B, L, k) int64 target ids, likeliest first, and float32 joint log-probabilities, -inf beyond the ids.
         """
-        levels = len(floors)
-        self._check(logits, hidden, rows, levels, kept)
-        positions = cache.lengths[list(rows)]
-        slots = torch.tensor(list(rows))
-        # The call writes into these.
-        logits = logits.to(torch.float32, copy=True).contiguous()
+        self._check(logits, hidden, rows, len(floors), kept)
+        positions, slots, levels = cache.lengths[list(rows)], torch.tensor(list(rows)), len(floors)
+        logits = logits.to(torch.float32, copy=True).contiguous()  # the call writes into the copies
         hidden = hidden.to(self.stack.dtype, copy=True).contiguous()
         embedded, stream = torch.empty_like(hidden), torch.empty_like(hidden)
         shape = len(rows), levels, kept
