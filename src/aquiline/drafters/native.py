@@ -164,9 +164,7 @@ def _joined(size: int, parts: int) -> Tensor:
     return order.flatten()
 
 
-def native_network(
-    network: Network, library: Library | None = None, form: WeightFormat | None = None
-) -> NativeNetwork | None:
+def native_network(network: Network, form: WeightFormat | None = None) -> NativeNetwork | None:
     """Makes the native copy of a draft network.
 
     Returns:
@@ -177,7 +175,7 @@ def native_network(
         return None
     if config.kind == "eagle" and config.target_hidden_size != config.hidden_size:
         return None
-    library = library or find_library()[0]
+    library = find_library()[0]
     if library is None:
         return None
     assert isinstance(network, EagleNetwork | Eagle3Network)

@@ -20,9 +20,9 @@ CONTEXT = 256
 
 @torch.inference_mode()
 def cost_curve(
-    target: Target, sizes: Sequence[int] = SIZES, *, rows: int = 1, context: int = CONTEXT, repeats: int = 15
+    target: Target, sizes: Sequence[int] = SIZES, *, context: int = CONTEXT, repeats: int = 15
 ) -> list[dict[str, float]]:
-    """Measures the seconds of a forward of M tokens per row after `context` committed tokens.
+    """Measures the seconds of a forward of M tokens after `context` committed tokens.
 
     The sizes take turns, so that a slow moment of the machine affects all of them; the median counts.
 
@@ -32,18 +32,17 @@ def cost_curve(
     context = min(context, target.shape.max_positions - max(sizes))
     vocabulary, device = target.shape.vocab_size, target.device
     generator = torch.Generator().manual_seed(0)
-    cache = target.new_cache(rows, context + max(sizes))
-    slots = list(range(rows))
-    prompt = torch.randint(0, vocabulary, (rows, context), generator=generator).to(device)
-    none = torch.empty(rows, 0, dtype=torch.int64, device=device)
-    positions = torch.arange(context + max(sizes), device=device).expand(rows, -1)
-    target.forward(TargetInput(prompt, positions[:, :context], None, cache, slots, (), none))
-    commit(cache, torch.arange(context).expand(rows, -1), slots)
-    draft = torch.randint(0, vocabulary, (rows, max(sizes)), generator=generator).to(device)
+    cache = target.new_cache(1, context + max(sizes))
+    prompt = torch.randint(0, vocabulary, (1, context), generator=generator).to(device)
+    none = torch.empty(1, 0, dtype=torch.int64, device=device)
+    positions = torch.arange(context + max(sizes), device=device)[None]
+    target.forward(TargetInput(prompt, positions[:, :context], None, cache, [0], (), none))
+    commit(cache, torch.arange(context)[None], [0])
+    draft = torch.randint(0, vocabulary, (1, max(sizes)), generator=generator).to(device)
 
     def forward(size: int) -> None:
         # Nothing is committed, so every forward sees the same cache.
-        target.forward(TargetInput(draft[:, :size], positions[:, context : context + size], None, cache, slots))
+        target.forward(TargetInput(draft[:, :size], positions[:, context : context + size], None, cache, [0]))
 
     return _interleaved(forward, sizes, repeats, device)
 
