@@ -50,7 +50,7 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path: Path) -
 
 def test_a_lock_below_a_file_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"), locked(tmp_path / "file" / "set"):
+    with pytest.raises(ValueError, match="file is a file; name another"), locked(tmp_path / "file" / "set"):
         pass
 
 

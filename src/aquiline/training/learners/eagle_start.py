@@ -62,7 +62,7 @@ def new_head(
     network = build(config)
     if settings.start == "target" and isinstance(network, Eagle3Network):
         _start_eagle3(network, target, vocabulary)
-    elif settings.start == "target":
+    elif settings.start == "target" and isinstance(network, EagleNetwork):
         _start_eagle(network)
     return DraftHead(network, vocabulary)
 
