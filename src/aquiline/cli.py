@@ -29,6 +29,7 @@ COMMANDS = {
     "tune": "find the fastest method and tree for your prompts",
     "export": "convert a head for another engine",
     "serve": "serve a target over OpenAI's API, or with vLLM",
+    "renew": "show the versions of a renewed head, or go back to one",
     "build": "compile the CPU kernels for this machine ahead of their first use",
     "doctor": "report what this machine supports, what is slow, and why",
     "completion": "print a shell completion script",

@@ -19,7 +19,7 @@ from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from aquiline.serve.guard import ServerSettings
 from aquiline.serve.scheduler import Scheduler
-from aquiline.serve.server import Server
+from aquiline.serve.server import Accompany, Server
 from tests.knowing_drafter import KnowingDrafter
 from tests.path_target import PathTarget
 from tests.tiny_tokenizers import every_byte
@@ -108,9 +108,9 @@ class Running:
 
 
 @contextmanager
-def serving(model: Loaded | None, **settings: Any) -> Iterator[Running]:
+def serving(model: Loaded | None, accompany: Accompany | None = None, **settings: Any) -> Iterator[Running]:
     """Serves a model while the block runs; None: it is still loading."""
-    server = Server(ServerSettings(**({"port": 0, "served_model_name": MODEL} | settings)))
+    server = Server(ServerSettings(**({"port": 0, "served_model_name": MODEL} | settings)), accompany=accompany)
     http_server = uvicorn.Server(uvicorn.Config(server.app, port=server.settings.port, log_config=None, lifespan="off"))
     if model is not None:
         server.ready(model)

@@ -18,6 +18,7 @@ from aquiline.engine.request import Request
 from aquiline.engine.text import encode_prompt
 from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
+from aquiline.serve.server import Companion
 from tests.serve.serving import MODEL, Running, path_model, serving, user
 from tests.tiny_tokenizers import every_byte
 from tests.training.chat_templates import TOOLS
@@ -380,3 +381,18 @@ def test_curl_reads_the_stream(server: Running, model: Loaded) -> None:
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     assert lines[-2:] == ["data: [DONE]", ""] and text == expected(model, user("curl"), max_new_tokens=20)[0].text
+
+
+def test_a_companion_receives_outputs_whose_requests_allow_it() -> None:
+    kept: list[list[int]] = []
+    ended: list[bool] = []
+    companion = Companion(
+        lambda output: kept.append(output.token_ids), lambda: {"version": 3}, lambda: ended.append(True)
+    )
+    with serving(path_model(), accompany=lambda loaded, busy: companion) as running:
+        body = {"prompt": "keep this", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        assert running.ask("/v1/completions", body | {"store": False})[0] == 200 and kept == []
+        assert running.ask("/v1/completions", body)[0] == 200
+        running.until(lambda: [len(tokens) for tokens in kept] == [5])
+        assert running.ask("/health")[2]["renewal"] == {"version": 3}
+    assert ended == [True]

@@ -21,12 +21,13 @@ from aquiline.commands.common import (
 
 if TYPE_CHECKING:
     from aquiline.loading import Loaded
+    from aquiline.serve.server import Accompany
 
 logger = logging.getLogger("aquiline")
 
 _SERVER = ("host", "port", "api_key", "cors", "max_queue", "timeout", "served_model_name")
 
-_OWN = {**dict.fromkeys(_SERVER), **MODEL_OPTIONS}
+_OWN = {**dict.fromkeys(_SERVER), "renew": None, "renew_data": None, **MODEL_OPTIONS}
 """Options of our own server → default; vLLM takes its own flags after --."""
 
 _VLLM: dict[str, object] = {"draft_tokens": None, "dry_run": False, "json": False, "flags": []}
@@ -41,6 +42,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--engine", default="aquiline", choices=("aquiline", "vllm"), help="the server to start (default: aquiline)"
     )
     add_setting_options(parser.add_argument_group("server"), ServerSettings, _SERVER)
+    renewal = parser.add_argument_group("renewal")
+    renewal.add_argument(
+        "--renew", metavar="FOLDER", help="keep served conversations there, and renew the head from them while idle"
+    )
+    renewal.add_argument(
+        "--renew-data", nargs="+", metavar="SET", help="training sets of the head's original data, for the first start"
+    )
     add_model_options(parser)
     vllm = parser.add_argument_group("--engine vllm")
     vllm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for vLLM's server")
@@ -78,8 +86,26 @@ def _serve(arguments: argparse.Namespace) -> int:
         warn_lossy(loaded.engine.lossy)
         print(f"ready: {url} (model {settings.served_model_name}, drafting: {loaded.draft_name})", flush=True)
 
-    run_server(settings, lambda: load_model(arguments), ready)
+    run_server(settings, lambda: load_model(arguments), ready, _renewal(arguments))
     return 0
+
+
+def _renewal(arguments: argparse.Namespace) -> Accompany | None:
+    """Makes what --renew asks for.
+
+    Raises:
+        ValueError: for --renew-data alone.
+    """
+    if arguments.renew is None:
+        if arguments.renew_data:
+            raise ValueError("--renew-data has no effect without --renew; add --renew FOLDER")
+        return None
+    from functools import partial
+
+    from aquiline.models.files import user_path
+    from aquiline.renew.renewal import accompany
+
+    return partial(accompany, user_path(arguments.renew), tuple(arguments.renew_data or ()), arguments.dtype)
 
 
 def _serve_vllm(arguments: argparse.Namespace) -> int:

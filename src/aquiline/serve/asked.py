@@ -45,6 +45,7 @@ class Asked:
         logprobs: report log-probabilities.
         echo: begin each completion with its prompt.
         prediction: the expected text, if there is one.
+        store: the conversation may be kept, if the server keeps any.
     """
 
     requests: list[Request]
@@ -54,6 +55,7 @@ class Asked:
     logprobs: bool = False
     echo: bool = False
     prediction: Prediction | None = None
+    store: bool = True
 
 
 def read_chat(loaded: Loaded, body: Any) -> Asked:
@@ -101,13 +103,14 @@ def _asked(loaded: Loaded, fields: Fields, prompts: list[list[int]], settings: d
         raise ApiError(400, "prediction allows n: 1 only; drop one of the two", param="prediction")
     drafting = replace(drafting, expected=prediction)
     provenance = fields.take("provenance", flag, False)
+    store = fields.take("store", one_of(False)) is None
     _take_without_effect(fields)
     fields.done()
     requests = [Request(tokens, params, drafting, provenance) for tokens in prompts]
     for request in requests:
         _check(loaded, request)
     texts = [loaded.tokenizer.decode(tokens) for tokens in prompts] if more.get("echo") else [""] * len(prompts)
-    return Asked(requests, texts, stream, bool(include_usage), **more)
+    return Asked(requests, texts, stream, bool(include_usage), store=store, **more)
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:
@@ -141,7 +144,6 @@ def _take_without_effect(fields: Fields) -> None:
     fields.take("model", text)
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         fields.take(name, text)
-    fields.take("store", one_of(False))
     fields.take("service_tier", one_of("auto", "default"))
     fields.take("metadata", one_of({}))
 

@@ -12,12 +12,17 @@ import uvicorn
 
 from aquiline.loading import Loaded
 from aquiline.serve.guard import ServerSettings
-from aquiline.serve.server import Server
+from aquiline.serve.server import Accompany, Server
 
 logger = logging.getLogger("aquiline")
 
 
-def run_server(settings: ServerSettings, load: Callable[[], Loaded], ready: Callable[[str, Loaded], None]) -> None:
+def run_server(
+    settings: ServerSettings,
+    load: Callable[[], Loaded],
+    ready: Callable[[str, Loaded], None],
+    accompany: Accompany | None = None,
+) -> None:
     """Serves until SIGTERM or Ctrl-C, then finishes the running requests; a second signal ends them.
 
     Args:
@@ -28,9 +33,8 @@ def run_server(settings: ServerSettings, load: Callable[[], Loaded], ready: Call
         OSError: if the address cannot be bound.
     """
     listener = _bind(settings)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
-    server, failed = Server(settings), list[Exception]()
+    url = _url(settings.host, listener)
+    server, failed = Server(settings, accompany=accompany), list[Exception]()
     config = uvicorn.Config(
         server.app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=30
     )
@@ -53,6 +57,10 @@ def run_server(settings: ServerSettings, load: Callable[[], Loaded], ready: Call
         server.close()
     if failed:
         raise failed[0]
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

@@ -15,7 +15,7 @@ from typing import Any
 from aquiline.engine.batch import Batch, capacity_for
 from aquiline.engine.emission import Emission
 from aquiline.engine.logprobs import prompt_logprobs
-from aquiline.engine.request import Engine, StreamEvent
+from aquiline.engine.request import Engine, GenerationOutput, StreamEvent
 from aquiline.serve.metrics import Metrics, Seen
 
 logger = logging.getLogger("aquiline")
@@ -50,12 +50,14 @@ class Job:
         deliver: receives the deliveries, in the worker's thread.
         deadline: `time.monotonic()` at which the job is given up.
         score: alternatives to report with the prompts' log-probabilities; None: do not compute them.
+        store: `Scheduler.keep` receives its outputs.
     """
 
     emissions: Sequence[Emission]
     deliver: Callable[[Delivery], None]
     deadline: float = float("inf")
     score: int | None = None
+    store: bool = True
     submitted: float = field(default_factory=time.monotonic)
 
 
@@ -66,6 +68,9 @@ class Scheduler:
         engine: the engine; its `max_rows` requests decode at once.
         max_queue: outputs that may wait for a slot, ≥ 0.
         model: name of the model in the metrics.
+
+    Attributes:
+        keep: receives each output that finished without an error and whose job allows it, in the worker's thread.
     """
 
     def __init__(self, engine: Engine, max_queue: int, model: str) -> None:
@@ -79,6 +84,7 @@ class Scheduler:
         self._scoring: deque[tuple[Job, int, Iterator[Any]]] = deque()
         self._batch: Batch | None = None
         self._stopping = False
+        self.keep: Callable[[GenerationOutput], None] | None = None
         self.metrics = Metrics(model, engine.max_rows, lambda: self.running, lambda: self.waiting, engine.watch)
         self._thread = threading.Thread(target=self._run, name="aquiline-scheduler", daemon=True)
 
@@ -195,6 +201,8 @@ class Scheduler:
             self.metrics.timed(seen, len(event.token_ids))
         if event.output is not None and event.error is None:
             self.metrics.finished(seen, event.output.finish_reason)
+            if job.store and self.keep is not None:
+                self.keep(event.output)
         job.deliver(event)
         if event.error is not None:
             self._drop(job)

@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
 from aquiline.engine.emission import Emission, outputs_of
-from aquiline.engine.request import StreamEvent
+from aquiline.engine.request import GenerationOutput, StreamEvent
 from aquiline.engine.text import encode_prompt
 from aquiline.loading import Loaded
 from aquiline.serve.answers import Answer, EventStream
@@ -30,6 +30,18 @@ from aquiline.serve.scheduler import Busy, Delivery, Job, Scheduler
 logger = logging.getLogger("aquiline")
 
 
+@dataclass(frozen=True, eq=False)
+class Companion:
+    """Works beside a server: keeps outputs whose requests allow it, and fills the field `renewal` of /health."""
+
+    keep: Callable[[GenerationOutput], None]
+    health: Callable[[], Mapping[str, Any]]
+    stop: Callable[[], None]
+
+
+Accompany = Callable[[Loaded, Callable[[], bool]], Companion]  # the second argument: whether requests run or wait
+
+
 @dataclass(eq=False)
 class Server:
     """The endpoints and their shared state.
@@ -38,23 +50,31 @@ class Server:
         loaded: the model, or None while it loads.
         scheduler: the worker, or None while the model loads.
         created: seconds since the epoch, in /v1/models.
+        accompany: makes the companion, if there is one.
     """
 
     settings: ServerSettings
     loaded: Loaded | None = None
     scheduler: Scheduler | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    accompany: Accompany | None = None
+    _companion: Companion | None = None
 
     def ready(self, loaded: Loaded) -> None:
         """Starts serving a model."""
         if loaded.tokenizer is None:
             raise ValueError("a server needs a tokenizer; give a target folder that has one")
-        self.scheduler = Scheduler(loaded.engine, self.settings.max_queue, self.settings.served_model_name)
-        self.scheduler.start()
-        self.loaded = loaded
+        scheduler = Scheduler(loaded.engine, self.settings.max_queue, self.settings.served_model_name)
+        if self.accompany is not None:
+            self._companion = self.accompany(loaded, lambda: scheduler.running + scheduler.waiting > 0)
+            scheduler.keep = self._companion.keep
+        scheduler.start()
+        self.loaded, self.scheduler = loaded, scheduler
 
     def close(self) -> None:
-        """Ends the worker."""
+        """Ends the companion and the worker."""
+        if self._companion is not None:
+            self._companion.stop()
         if self.scheduler is not None:
             self.scheduler.stop()
 
@@ -106,7 +126,8 @@ class Server:
         loaded, _ = self._parts()
         watch = loaded.watch
         alarms = [dataclasses.asdict(alarm) for alarm in list(watch.alarms)]
-        return answer_json({"status": "ok", "acceptance": watch.rates, "alarms": alarms})
+        more = {} if self._companion is None else {"renewal": self._companion.health()}
+        return answer_json({"status": "ok", "acceptance": watch.rates, "alarms": alarms, **more})
 
     async def _metrics(self, request: HttpRequest) -> Response:
         _, scheduler = self._parts()
@@ -232,7 +253,7 @@ class _Run:
 
         score = self.asked.requests[0].params.logprobs if self.asked.echo else None
         now = time.monotonic()
-        job = Job(self.emissions, deliver, now + self.timeout, score, now)
+        job = Job(self.emissions, deliver, now + self.timeout, score, self.asked.store, now)
         try:
             self.scheduler.submit(job)
         except Busy as error:

@@ -1,0 +1,257 @@
+"""Renews the head of a running server: keeps conversations, trains while nothing is asked, swaps, and rolls back.
+
+One thread looks ten times a second. A request stops the training process at once (SIGSTOP), and a long rush ends it
+(SIGKILL): it resumes from its checkpoint. The thread serves the version that the folder points to, whoever moved the
+pointer: the gate's verdict, a fall of acceptance after a swap, or `aquiline renew --rollback`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aquiline.engine.request import GenerationOutput
+from aquiline.loading import Loaded
+from aquiline.models.files import read_json, write_text
+from aquiline.renew.settings import open_renewal
+from aquiline.renew.store import ConversationStore, read_store
+from aquiline.renew.versions import add_version, current, record, roll_back, serve_version
+from aquiline.serve.server import Companion
+
+logger = logging.getLogger("aquiline")
+
+POLL = 0.1
+"""Seconds between two looks at the server."""
+
+QUIET = 5.0
+"""Seconds without a request after which training goes on."""
+
+PATIENCE = 60.0
+"""Seconds that a stopped process is kept in memory before it is killed."""
+
+LEAST_TOKENS = 30_000
+"""Tokens of new conversations that are worth a training."""
+
+PROBATION = 100_000
+"""Judged first drafts after a swap within which a fall of acceptance takes the head back."""
+
+STAGE = (sys.executable, "-m", "aquiline.renew.slices")
+"""Command of a training process, which does the next stage of the folder that it is given."""
+
+
+class Renewal:
+    """Renews the head of a model. Its methods may be called from any thread.
+
+    Args:
+        folder: of the renewal, see `aquiline.renew.settings.open_renewal`.
+        loaded: the served model; an EAGLE head drafts.
+        busy: whether requests run or wait.
+    """
+
+    def __init__(self, folder: Path, loaded: Loaded, busy: Callable[[], bool]) -> None:
+        self.folder, self._loaded, self._busy = folder, loaded, busy
+        self._store = ConversationStore(folder / "conversations")
+        served = current(folder)
+        assert served is not None, "a renewal begins with a version"
+        self._serving, self._moved = 0, 0
+        self._probation: int | None = None  # judged first drafts when the head was swapped in
+        self._alarms = 0
+        self._quiet_since = time.monotonic()
+        self._paused_since: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._checked = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aquiline-renewal", daemon=True)
+        if served.number:
+            self._swap(served.number)
+            self._probation = None  # there is no acceptance of before to compare with
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and its training process, which resumes at the next start."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._kill()
+        self._store.close()
+
+    def keep(self, output: GenerationOutput) -> None:
+        """Stores a finished output; a disk that is full costs the conversation, not the request."""
+        try:
+            self._store.add(output.prompt_tokens, output.token_ids)
+        except OSError as error:
+            logger.warning("a conversation was not kept: %s", error)
+
+    def health(self) -> dict[str, Any]:
+        """The served version, and what the renewal does now."""
+        paused, running = self._paused_since is not None, self._process is not None
+        return {"version": self._serving, "training": "paused" if paused else "running" if running else "idle"}
+
+    # -- in the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.wait(POLL):
+            try:
+                self.look()
+            except (OSError, ValueError, RuntimeError) as error:
+                logger.warning("the renewal failed: %s", error)
+                record(self.folder, "failure", error=str(error))
+                self._give_up()
+
+    def look(self) -> None:
+        """Does what is due now, and returns at once."""
+        now = time.monotonic()
+        if self._busy():
+            self._quiet_since = now
+            self._pause(now)
+        elif now - self._quiet_since >= QUIET:
+            self._work()
+        self._judge_swap()
+        moved = (self.folder / "current").stat().st_mtime_ns
+        if moved != self._moved:
+            served, self._moved = current(self.folder), moved
+            if served is not None and served.number != self._serving:
+                self._swap(served.number)
+
+    def _pause(self, now: float) -> None:
+        if self._process is None or self._process.poll() is not None:
+            return
+        if self._paused_since is None:
+            self._process.send_signal(signal.SIGSTOP)
+            self._paused_since = now
+        elif now - self._paused_since > PATIENCE:
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._paused_since = None
+
+    def _work(self) -> None:
+        process = self._process
+        if process is None:
+            if self._due():
+                self._start_stage()
+        elif process.poll() is not None:
+            self._process = self._paused_since = None
+            self._finish_stage(process.returncode)
+        elif self._paused_since is not None:
+            process.send_signal(signal.SIGCONT)
+            self._paused_since = None
+
+    def _due(self) -> bool:
+        """Whether a candidate is in training, or enough was served since the last one; looked up once a minute."""
+        if (self.folder / "training").is_dir():
+            return True
+        if time.monotonic() - self._checked < 60:
+            return False
+        self._checked = time.monotonic()
+        mark = self.folder / "state.json"
+        until = float(read_json(mark, "remove it")["until"]) if mark.is_file() else 0.0
+        new = [each for each in read_store(self.folder / "conversations") if each.time > until]
+        return sum(len(each.tokens) - each.prompt_length for each in new) >= LEAST_TOKENS
+
+    def _start_stage(self) -> None:
+        work = self.folder / "training"
+        work.mkdir(exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        with (work / "log.txt").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*STAGE, str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def _finish_stage(self, code: int) -> None:
+        if code:
+            raise RuntimeError(f"a training process ended with {code}; see {self.folder / 'training-log.txt'}")
+        if (self.folder / "training" / "verdict.json").is_file():
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Serves the candidate or drops it, as the gate decided."""
+        work = self.folder / "training"
+        verdict = read_json(work / "verdict.json", "remove the folder")
+        base, served = verdict.pop("base"), current(self.folder)
+        if served is None or served.number != base:
+            record(self.folder, "dropped", reason=f"it was trained from version {base}, which is no longer served")
+        elif verdict["better"]:
+            made = add_version(self.folder, work / "run" / "head", base, verdict)
+            serve_version(self.folder, made.number, "swap", reason=verdict["reason"])
+        else:
+            record(self.folder, "rejected", reason=verdict["reason"])
+            logger.info("the renewed head is not served: %s", verdict["reason"])
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Ends the candidate; the next one waits for new conversations."""
+        self._kill()
+        work = self.folder / "training"
+        if (work / "log.txt").is_file():
+            os.replace(work / "log.txt", self.folder / "training-log.txt")
+        write_text(self.folder / "state.json", f'{{"until": {time.time()}}}\n')
+        shutil.rmtree(work, ignore_errors=True)
+
+    # -- the served head ----------------------------------------------------------------------------
+
+    def _swap(self, number: int) -> None:
+        watch = self._loaded.watch
+        self._loaded.swap_head(self.folder / "versions" / f"{number:04d}")
+        with self._loaded.engine.lock:
+            watch.expect_recent("head")
+        self._serving, self._probation, self._alarms = number, watch.judged("head"), watch.raised.get("head", 0)
+        logger.info("version %d of the head is served", number)
+
+    def _judge_swap(self) -> None:
+        """Rolls back where acceptance fell after a swap."""
+        watch = self._loaded.watch
+        if self._probation is None:
+            return
+        if watch.raised.get("head", 0) > self._alarms:
+            number = roll_back(self.folder, "acceptance fell after the swap")
+            logger.warning("acceptance fell after the swap: version %d of the head is served again", number)
+            self._probation = None
+            self._swap(number)
+            self._probation = None
+        elif watch.judged("head") - self._probation > PROBATION:
+            self._probation = None
+
+
+def accompany(
+    folder: Path, data: Sequence[str], dtype: str | None, loaded: Loaded, busy: Callable[[], bool]
+) -> Companion:
+    """Opens a renewal of a model that is about to be served, and starts it.
+
+    Args:
+        data: training sets of the head's original data; empty: those of an earlier start.
+        dtype: that the model was loaded in, None for its default.
+
+    Raises:
+        ValueError: if no EAGLE head drafts, or acceptance is lossy.
+    """
+    head, target = loaded.head, loaded.target_path
+    if head is None or target is None:
+        raise ValueError(f"renew needs an EAGLE head, and {loaded.draft_name} drafts; give one with --draft")
+    if loaded.engine.lossy is not None:
+        raise ValueError("renew has no effect on lossy outputs, which are not the target's; drop one of the two")
+    made = {"data": data, "depth": head.drafter.policy.depth, "dtype": dtype, "device": str(loaded.target.device)}
+    open_renewal(folder, target, head.path, made)
+    renewal = Renewal(folder, loaded, busy)
+    renewal.start()
+    return Companion(renewal.keep, renewal.health, renewal.stop)

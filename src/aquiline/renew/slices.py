@@ -1,0 +1,160 @@
+"""Trains a candidate from the served head, one stage per process, so that any stage may be paused or killed.
+
+    python -m aquiline.renew.slices FOLDER
+
+does the next stage: writes the training set, trains (a killed run resumes from its checkpoint), or asks the gate.
+The results lie in FOLDER/training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from aquiline.checkpoints.open import open_head
+from aquiline.models.files import write_text
+from aquiline.models.tokenizer import token_table
+from aquiline.renew.gate import judge
+from aquiline.renew.settings import RenewSettings, read_settings
+from aquiline.renew.store import Conversation, read_store
+from aquiline.renew.versions import current
+from aquiline.training.data.dataset import (
+    FORMAT,
+    SplitWriter,
+    TokenisedConversation,
+    appearing_whole,
+    open_training_set,
+)
+from aquiline.training.loop import train
+from aquiline.training.settings import TrainSettings
+
+ORIGINAL_SHARE = 0.4
+"""Share of the positions that the original mixture makes up."""
+
+HELD_OUT, MOST_HELD_OUT = 0.2, 100
+"""Share of the conversations that are held out, the newest ones, and their largest number."""
+
+NEWEST = 200_000
+"""Tokens of the conversations that are trained on, the newest of those that are left."""
+
+EPOCHS = 2
+"""Passes over them."""
+
+RATE = 0.25
+"""Factor on the learning rates of a new head: a trained one needs small steps."""
+
+
+def advance(folder: Path) -> str:
+    """Does the next stage of the candidate; returns its name."""
+    settings, work = read_settings(folder), folder / "training"
+    work.mkdir(exist_ok=True)
+    if not (work / "set" / "manifest.json").is_file():
+        write_set(folder, settings)
+        return "set"
+    if not (work / "run" / "head" / "README.md").is_file():
+        train(train_settings(folder, settings), resume=True)
+        return "train"
+    if not (work / "verdict.json").is_file():
+        version = int(open_training_set(work / "set").manifest["base"])
+        verdict = judge(settings, folder / "versions" / f"{version:04d}", work / "run" / "head", work / "set")
+        write_text(work / "verdict.json", json.dumps(asdict(verdict) | {"base": version}))
+    return "gate"
+
+
+def write_set(folder: Path, settings: RenewSettings) -> None:
+    """Writes the stored conversations as a training set; the newest are its validation split."""
+    served, found = current(folder), read_store(folder / "conversations")
+    assert served is not None, "a renewal begins with a version"
+    held = min(int(len(found) * HELD_OUT), MOST_HELD_OUT)
+    splits = {"train": _newest(found[: len(found) - held]), "validation": found[len(found) - held :]}
+    table = token_table(Path(settings.target))
+    counts: dict[str, Any] = {}
+    with appearing_whole(folder / "training" / "set") as scratch:
+        for split, conversations in splits.items():
+            with SplitWriter(scratch / f"{split}.arrow") as writer:
+                for number, each in enumerate(conversations):
+                    writer.add(_example(each, f"{split}:{number}"))
+            counts[split] = asdict(writer.counts)
+        manifest = {"format": FORMAT, "tokenizer_hash": _hash(settings) if table else "", "counts": counts}
+        manifest |= {"base": served.number, "until": found[-1].time if found else 0.0}
+        (scratch / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def _newest(conversations: Sequence[Conversation]) -> list[Conversation]:
+    """The last conversations with at most `NEWEST` tokens, at least one of them."""
+    room, found = NEWEST, list[Conversation]()
+    for each in reversed(conversations):
+        room -= len(each.tokens)
+        if room < 0 and found:
+            break
+        found.append(each)
+    return found[::-1]
+
+
+def _example(conversation: Conversation, name: str) -> TokenisedConversation:
+    tokens = np.array(conversation.tokens, dtype=np.int32)
+    return TokenisedConversation(tokens, np.arange(len(tokens)) >= conversation.prompt_length, name, "served")
+
+
+def _hash(settings: RenewSettings) -> str:
+    from aquiline.training.data.tokens import load_tokenizer, tokenizer_hash
+
+    return tokenizer_hash(load_tokenizer(Path(settings.target)))
+
+
+def train_settings(folder: Path, settings: RenewSettings) -> TrainSettings:
+    """The run of a candidate; the same each time, so that it can resume."""
+    made = open_training_set(folder / "training" / "set")
+    base = folder / "versions" / f"{int(made.manifest['base']):04d}"
+    sizes = [float(open_training_set(path).lengths.sum()) for path in settings.data]
+    weights = [ORIGINAL_SHARE * size / sum(sizes) for size in sizes]
+    positions = int(EPOCHS * made.lengths.sum() / (1 - ORIGINAL_SHARE))
+    usual = TrainSettings(settings.target, ("",), "", "eagle3")
+    fields: dict[str, Any] = {
+        "target": settings.target,
+        "data": (*settings.data, str(folder / "training" / "set")),
+        "data_weights": (*weights, 1 - ORIGINAL_SHARE),
+        "output": str(folder / "training" / "run"),
+        "init": str(base),
+        "kind": open_head(base).kind,
+        "total_positions": max(positions, 1),
+        "warmup_positions": positions // 20,
+        "decay_share": 0.5,
+        "batch_positions": 2048,
+        "lr": RATE * usual.lr,
+        "muon_lr": RATE * usual.muon_lr,
+        "save_minutes": 0.5,
+        "workers": 1,
+    }
+    return TrainSettings(**(fields | dict(settings.train)))
+
+
+def lower_priority() -> None:
+    """Takes the lowest priority and one thread; on Linux, ends with the server that started it."""
+    os.nice(19)
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            sys.exit("the server has ended")
+
+
+def main() -> None:
+    """Does the next stage of the folder on the command line."""
+    lower_priority()
+    print(advance(Path(sys.argv[1])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
