@@ -293,6 +293,6 @@ def _worded(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; see its log", "server_error")
 
 
-def answer_json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def answer_json(body: Any) -> Response:
     """Builds a JSON answer; lone surrogates from the client's own text stay escaped."""
-    return Response(json.dumps(body), status, headers, "application/json")
+    return Response(json.dumps(body), media_type="application/json")
