@@ -22,19 +22,14 @@ import numpy as np
 import torch
 
 from aquiline.checkpoints.open import open_head
+from aquiline.models.cache_folder import appearing_whole
 from aquiline.models.files import write_text
 from aquiline.models.tokenizer import token_table
 from aquiline.renew.gate import judge
 from aquiline.renew.settings import RenewSettings, read_settings
 from aquiline.renew.store import Conversation, read_store
 from aquiline.renew.versions import current
-from aquiline.training.data.dataset import (
-    FORMAT,
-    SplitWriter,
-    TokenisedConversation,
-    appearing_whole,
-    open_training_set,
-)
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set
 from aquiline.training.loop import train
 from aquiline.training.settings import TrainSettings
 
@@ -85,8 +80,8 @@ def write_set(folder: Path, settings: RenewSettings) -> None:
                 for number, each in enumerate(conversations):
                     writer.add(_example(each, f"{split}:{number}"))
             counts[split] = asdict(writer.counts)
-        manifest = {"format": FORMAT, "tokenizer_hash": _hash(settings) if table else "", "counts": counts}
-        manifest |= {"base": served.number, "until": found[-1].time if found else 0.0}
+        manifest: dict[str, Any] = {"format": FORMAT, "tokenizer_hash": _hash(settings) if table else ""}
+        manifest |= {"counts": counts, "base": served.number}
         (scratch / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
