@@ -26,7 +26,6 @@ DOCUMENTS = (
     "docs/interop.md",
     "docs/findings.md",
 )
-MEASURED = ROOT / "benchmarks" / "results" / "standard" / "results.json"
 SHOWN = {
     "batch.py": r"(One fact about b\w+\.\n  \w.*){4}identical to the prompt alone: True",
     "chat.py": r"> What is a glacier\?\n\w.*> Where is the largest one\?\n\w.*identical to a fresh start: True",
@@ -87,20 +86,23 @@ def test_commands_and_options_in_the_text_exist(document: str) -> None:
     assert found
 
 
-def test_the_figures_of_the_readme_were_measured() -> None:
-    """The headline and the table of four methods equal the committed results."""
-    results = json.loads(MEASURED.read_text(encoding="utf-8"))
-    cells = {c["method"]: c for c in results["summary"] if c["task"] == "all" and c["batch"] == 1}
-    equal = {a["method"]: f"{a['equal']} of {a['outputs']}" for a in results["agreement"] if a["batch"] == 1}
+def test_the_figures_of_the_readme_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The headline and the table of engines equal the committed comparison."""
+    monkeypatch.syspath_prepend(ROOT / "interop")
+    report = import_module("report")
+    run, default = json.loads(report.SPEED.read_text(encoding="utf-8")), "aquiline-bf16-auto"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for method in ("auto", "eagle3:chain", "prompt-lookup", "eagle3:dynamic"):
-        plain, hf = cells[method]["speedup_vs_plain"], cells[method]["speedup_vs_hf"]
-        assert f"| {plain['median']:.2f}× | {hf['median']:.2f}× | {equal[method]} |" in text, method
-    plain, hf = cells["auto"]["speedup_vs_plain"], cells["auto"]["speedup_vs_hf"]
-    headline = text.split("\n## ")[0]
-    for figure in (f"{plain['median']:.2f}×", f"({plain['low']:.2f}–{plain['high']:.2f})", f"{hf['median']:.2f}×"):
-        assert figure in headline
-    assert equal["auto"] in headline
+    shown = [name for name, label in report.SPEED_ENGINES.items() if f"| {label} |" in text]
+    assert {"llamacpp-bf16", "llamacpp-q8_0", "llamacpp-q4_0", "aquiline-bf16", default} <= {*shown}
+    for name in shown:
+        ratio = "" if name == default else report.ratio(run, default, name)
+        assert f"| {report.SPEED_ENGINES[name]} | {report.median(report.rates(run, name))[0]:.1f} | {ratio} |" in text
+    headline = text.split("\n## ")[0].replace("\n", " ")
+    plain, interval = report.ratio(run, default, "aquiline-bf16").split(" ")
+    assert f"{plain}× plain decoding {interval}" in headline
+    for name, label in (("llamacpp-bf16", "llama.cpp in BF16"), ("llamacpp-q8_0", "llama.cpp in Q8_0")):
+        assert f"{report.ratio(run, default, name).split()[0]}× {label}" in headline
+    assert f"{run['engines'][default]['equal']} of {run['prompts']} outputs identical" in headline
 
 
 def test_comparisons_with_other_engines_are_what_was_recorded() -> None:
