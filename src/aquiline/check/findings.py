@@ -35,12 +35,14 @@ def reading_findings(diagnosis: Diagnosis | None) -> Iterator[Finding]:
     named = diagnosis.named
     if named is None:
         return
-    gain = named.gain
+    gain, shared = named.gain, named.overlap_gain
     yield Finding(
         True,
         f"read with {named.reading.name}, the head accepts {named.accepted:.3f} drafts per chain of {DEPTHS}, not "
-        f"{diagnosis.accepted:.3f} ({gain.value:+.3f}, 95 % interval {gain.low:+.3f} … {gain.high:+.3f}; chance "
-        f"{named.chance:.2g} over all readings, named below {ERROR:g}); remedy: {named.reading.remedy}",
+        f"{diagnosis.accepted:.3f} ({gain.value:+.3f}, 95 % interval {gain.low:+.3f} … {gain.high:+.3f}), "
+        f"and the overlap with the target's distributions grows by {shared.value:.3f} ({shared.low:+.3f} … "
+        f"{shared.high:+.3f}; chance {named.chance:.2g} over all readings, named below {ERROR:g}); "
+        f"remedy: {named.reading.remedy}",
     )
 
 
