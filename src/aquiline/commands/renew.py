@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=int,
         const=-1,
         metavar="VERSION",
-        help="serve the version before the present one, or this one; a running server swaps within seconds",
+        help="serve the version before the present one, or this one; a running server swaps within seconds (≥ 0)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
