@@ -245,7 +245,7 @@ def test_a_full_disk_takes_back_the_half_line(tmp_path: Path, monkeypatch: Any) 
     with RecordLog(tmp_path / "log") as log:
         log.append({"id": "a"})
         monkeypatch.setattr(os, "write", lambda file, line: real(file, line[:5]))
-        with pytest.raises(OSError, match="No space left on device.*log"):
+        with pytest.raises(OSError, match=r"No space left on device.*log"):
             log.append({"id": "b"})
         monkeypatch.undo()
         log.append({"id": "c"})
