@@ -1,6 +1,7 @@
 """Settings and fixtures for all tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,12 @@ collect_ignore = [] if runs_kernels() else ["native", "targets/test_native.py", 
 def smollm2_folder() -> Path:
     """The real default target. Fetched if need be: a test that wants it fails without it."""
     return fetch_embedded("smollm2")
+
+
+@pytest.fixture(scope="module")
+def both_cores() -> Iterator[None]:
+    """For tests of real models, which gain from threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)

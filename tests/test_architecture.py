@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "aquiline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("checks", "race"),
-    ("tree", "sampling", "stats", "watch"),
+    ("tree", "sampling", "stats"),
     ("verify", "cache"),
     ("models",),
     ("native",),

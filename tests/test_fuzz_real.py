@@ -7,12 +7,11 @@ in float32 and, on the native kernels, in bfloat16.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import aquiline
 from aquiline import Chain, DynamicTree, PromptLookup, SamplingParams, StaticTree
@@ -26,7 +25,7 @@ from aquiline.engine.request import Engine, GenerationOutput, Request
 from aquiline.engine.text import encode_prompt
 from tests.conftest import runs_kernels
 
-pytestmark = [pytest.mark.real, pytest.mark.verify]
+pytestmark = [pytest.mark.real, pytest.mark.verify, pytest.mark.usefixtures("both_cores")]
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -41,14 +40,6 @@ PROMPTS = (
 STOPS = ("the", ".", " and", "\n", "\n\n", "a", "é", "is the", ", ", "```", "def", "sky", "😀")
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
 KINDS = ("chain", "eagle chain", "auto", "lookup", "dynamic", "static", "lookahead")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def both_cores() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(loaded: aquiline.Loaded, kind: str, rng: random.Random) -> Drafter:

@@ -103,6 +103,8 @@ def test_the_figures_of_the_readme_were_measured(monkeypatch: pytest.MonkeyPatch
     for name, label in (("llamacpp-bf16", "llama.cpp in BF16"), ("llamacpp-q8_0", "llama.cpp in Q8_0")):
         assert f"{report.ratio(run, default, name).split()[0]}× {label}" in headline
     assert f"{run['engines'][default]['equal']} of {run['prompts']} outputs identical" in headline
+    gains = report.rates(run, default) / report.rates(run, "aquiline-bf16")
+    assert f"{gains.min():.2f}× to {gains.max():.2f}× over these prompts" in text.replace("\n", " ")
 
 
 def test_comparisons_with_other_engines_are_what_was_recorded() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 import aquiline
 from aquiline import Chain, DynamicTree, StaticTree
@@ -20,15 +18,7 @@ from aquiline.targets.native import NativeDecoder
 from tests.conftest import runs_kernels
 from tests.prompts import PROMPTS
 
-pytestmark = pytest.mark.real
-
-
-@pytest.fixture(scope="module", autouse=True)
-def both_cores() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("both_cores")]
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,10 @@ from aquiline.cache import KVCache, commit, truncate
 from aquiline.drafters.drafter import Committed, Drafter, Drafting, Rows
 from aquiline.drafters.requested import propose_as_asked
 from aquiline.sampling import LossyRule, TokenChooser
-from aquiline.stats import GenerationStats
+from aquiline.stats import GenerationStats, Judged
 from aquiline.targets.target import Feature, Target, TargetInput, TargetOutput
 from aquiline.tree import DraftTree
 from aquiline.verify import Acceptance, Ends, accept, accept_lossy, accept_sampled, endless, walk
-from aquiline.watch import Judged
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward, to bound the memory of a prefill; the result equals a single pass."""

@@ -27,11 +27,11 @@ from aquiline.engine.opening import (
 )
 from aquiline.engine.request import Engine, Request, StreamEvent, merged_params, naming_prompt
 from aquiline.engine.text import Prompt, encode_expected, encode_prompt
+from aquiline.engine.watch import Watch
 from aquiline.native.codes import GROUPS
 from aquiline.sampling import LossyRule, SamplingParams
 from aquiline.targets.cost import step_costs
 from aquiline.targets.target import Target
-from aquiline.watch import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+Judged = tuple[str, bool]
+"""What drafted a token, and whether it was accepted."""
+
 
 @dataclass
 class GenerationStats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,12 @@ from aquiline.checkpoints.open import SHIPPED, open_head, stored_eagle
 from aquiline.loading import Loaded
 from tests.prompts import PROMPTS
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("both_cores"), pytest.mark.timeout(900)]
 
 EAGLE3 = SHIPPED / "smollm2-eagle3"
 NAMES = (1, 2, 3, 14, 15, 16, 26, 27, 28, 30, "final")
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def both_cores() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquiline import watch
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.drafters.trees import Chain
+from aquiline.engine import watch
 from aquiline.loading import Loaded, load
 from aquiline.renew import renewal as module
 from aquiline.renew.renewal import Renewal, accompany

@@ -92,5 +92,8 @@ def test_no_bytes_make_it_fail(server: Running, raw: Any, path: str) -> None:
 
 
 def test_nothing_is_left_behind(server: Running) -> None:
-    """Runs last in this file: after all of the above no slot is held."""
+    """Runs last in this file: after all of the above no slot is held, and the next request is answered."""
     server.until(lambda: server.scheduler.running == server.scheduler.waiting == 0)
+    assert (server.scheduler.running, server.scheduler.waiting) == (0, 0)
+    status, _, answer = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 2})
+    assert status == 200 and answer["usage"]["completion_tokens"] == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,17 +13,6 @@ from aquiline.loading import Loaded
 from tests.serve.serving import Running, path_model, serving, user
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def model() -> Loaded:
-    return path_model()
-
-
-@pytest.fixture(scope="module")
-def server(model: Loaded) -> Iterator[Running]:
-    with serving(model) as running:
-        yield running
 
 
 def test_still_loading() -> None:

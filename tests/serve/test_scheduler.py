@@ -379,7 +379,7 @@ def test_metrics_have_vllms_names_and_add_up() -> None:
 
 
 def test_an_alarm_is_a_metric_and_a_field_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aquiline.watch.BLOCK", 2)
+    monkeypatch.setattr("aquiline.engine.watch.BLOCK", 2)
     with serving(path_model()) as running:
         watch = running.server._parts()[0].watch
         for accepted in (True, False):

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -24,17 +23,6 @@ from tests.tiny_tokenizers import every_byte
 from tests.training.chat_templates import TOOLS
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def model() -> Loaded:
-    return path_model()
-
-
-@pytest.fixture(scope="module")
-def server(model: Loaded) -> Iterator[Running]:
-    with serving(model) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

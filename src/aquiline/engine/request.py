@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 from aquiline.checks import check_kind, check_value, integer
 from aquiline.drafters.drafter import Drafter, Drafting
 from aquiline.engine.text import EMPTY_PROMPT
+from aquiline.engine.watch import Watch
 from aquiline.sampling import LogitsProcessor, LossyRule, SamplingParams, check_lossy
 from aquiline.stats import GenerationStats
 from aquiline.targets.target import Target
-from aquiline.watch import Watch
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,9 +52,6 @@ extern "C" {
 EXPORT int aquiline_forward(const Stack* stack, Call* call) {
   try {
     static thread_local Nodes nodes;
-    nodes.paths.clear();
-    nodes.positions.clear();
-    nodes.span = 0;
     if (!read_nodes(*stack, *call, nodes)) return 1;
     forward(*stack, *call, nodes);
     return 0;
@@ -77,9 +74,6 @@ EXPORT int aquiline_read_out(const Readout* readout, const ReadoutCall* call) {
 EXPORT int aquiline_draft(const Chain* chain, ChainCall* call) {
   try {
     static thread_local Nodes nodes;
-    nodes.paths.clear();
-    nodes.positions.clear();
-    nodes.span = 0;
     Call& inner = *call->call;
     if (!read_nodes(*chain->stack, inner, nodes)) return 1;
     for (const Node& node : nodes.nodes) {

@@ -52,6 +52,9 @@ inline bool fail(Call& call, const char* what, long long value, long long limit)
 inline bool read_nodes(const Stack& stack, Call& call, Nodes& result) {
   const int batch = call.batch, width = call.width, tail = call.offset + width;
   result.nodes.resize((size_t)batch * width);
+  result.paths.clear();
+  result.positions.clear();
+  result.span = 0;
   for (int b = 0; b < batch; b++) {
     const int64_t row = call.rows[b], committed = call.committed[b];
     if (row < 0 || row >= call.cache_rows) return fail(call, "cache row", row, call.cache_rows);

@@ -33,7 +33,7 @@ POLL = 0.1
 """Seconds between two looks at the server."""
 
 QUIET = 5.0
-"""Seconds without a request after which training goes on."""
+"""Seconds without a request before training resumes."""
 
 PATIENCE = 60.0
 """Seconds that a stopped process is kept in memory before it is killed."""
@@ -73,7 +73,7 @@ class Renewal:
         self._thread = threading.Thread(target=self._run, name="aquiline-renewal", daemon=True)
         if served.number:
             self._swap(served.number)
-            self._probation = None  # there is no acceptance of before to compare with
+            self._probation = None  # nothing was served yet that it could be compared with
 
     def start(self) -> None:
         """Starts the thread."""

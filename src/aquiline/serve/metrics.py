@@ -10,8 +10,8 @@ from typing import Any
 
 from aquiline.engine.emission import Emission
 from aquiline.engine.request import StreamEvent
+from aquiline.engine.watch import Watch
 from aquiline.stats import GenerationStats
-from aquiline.watch import Watch
 
 _WINDOW = 10.0
 """Seconds that the rate of tokens looks back."""

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from aquiline import watch
+from aquiline.engine import watch
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.request import Engine, Request
+from aquiline.engine.watch import BLOCK, Series, Watch
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
-from aquiline.watch import BLOCK, Series, Watch
 from tests import tiny
 from tests.knowing_drafter import KnowingDrafter, known_from
 

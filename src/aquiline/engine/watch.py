@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from aquiline.stats import Judged
+
 logger = logging.getLogger("aquiline")
 
 WINDOW = 1024
@@ -30,10 +32,7 @@ SLACK, THRESHOLD = 0.75, 10.0
 
 In simulations of steady traffic there is less than one alarm in a million judged drafts, and there are no more judged
 drafts than emitted tokens. A fall of 0-α from 0.56 to 0.35 is found within 8,000 judged drafts in 95 % of the runs
-(`tests/test_watch.py`)."""
-
-Judged = tuple[str, bool]
-"""What drafted a token, and whether it was accepted."""
+(`tests/engine/test_watch.py`)."""
 
 
 @dataclass(frozen=True)
