@@ -74,7 +74,8 @@ def test_every_draft_gives_the_output_of_plain_decoding(aquiline: Any, draft: tu
     plain, drafted = records(aquiline(*words, "--draft", "none")), records(aquiline(*words, *draft))
     assert drafted[0]["token_ids"] == plain[0]["token_ids"]
     assert plain[0]["stats"]["nodes"] == 0
-    if draft[1] != "prompt-lookup":
+    # Without a given tree, the drafter drafts what pays on this machine, which may be nothing.
+    if "--tree" in draft:
         assert drafted[0]["stats"]["nodes"] > 0
 
 
@@ -177,7 +178,8 @@ def test_published_medusa_heads(aquiline: Any, base: Path) -> None:
     record = json.loads(aquiline("inspect", folder, "--target", "target", "--json").out)
     assert record["dialect"] == "FasterDecoding/Medusa" and record["checked_against"]
     words = ("generate", TEXT, "--target", "target", "--max-new-tokens", 8, "--json", *EXACT)
-    drafted = aquiline(*words, "--draft", folder)
+    # A given tree is drafted whatever it costs.
+    drafted = aquiline(*words, "--draft", folder, "--tree", "chain:2")
     assert records(drafted)[0]["token_ids"] == records(aquiline(*words, "--draft", "none"))[0]["token_ids"]
     assert "(published medusa)" in drafted.err and records(drafted)[0]["stats"]["nodes"] > 0
 
@@ -228,7 +230,7 @@ def test_prepare_train_and_draft_with_the_result(aquiline: Any, base: Path) -> N
     assert trained.code == 0, trained.err
     assert "finished: " in trained.out and "n-α on set: " in trained.out and "--draft run" in trained.out
     assert (base / "run" / "head" / "config.json").is_file()
-    drafted = records(aquiline("generate", TEXT, "--target", "target", "--draft", "run", "--json", *EXACT))
+    drafted = records(aquiline("generate", TEXT, "--target", "target", "--draft", "run", "--tree", "chain", "--json", *EXACT))
     assert drafted[0]["stats"]["nodes"] > 0
     again = aquiline("train", "set", "--output", "run", "--resume", "--json", "--ttt-steps", 2, *small)
     assert json.loads(again.out)["stopped"] == "finished"
@@ -250,7 +252,7 @@ def test_other_methods_train_and_draft(aquiline: Any, base: Path, method: str) -
     assert json.loads(trained.out)["steps"] == 2
     words = ("generate", TEXT, "--target", "target", "--max-new-tokens", 16, "--json", *EXACT)
     plain = records(aquiline(*words, "--draft", "none"))
-    result = aquiline(*words, "--draft", f"run-{method}")
+    result = aquiline(*words, "--draft", f"run-{method}", "--tree", "chain:2")
     drafted = records(result)
     assert drafted[0]["token_ids"] == plain[0]["token_ids"] and drafted[0]["stats"]["nodes"] > 0
     named = "small model" if method == "small-model" else method

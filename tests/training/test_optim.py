@@ -8,11 +8,12 @@ import torch
 from aquiline.training.optim import orthogonalise, rate_factor
 
 
-def test_orthogonalise_brings_singular_values_near_one() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
+def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for shape in ((16, 48), (48, 16)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
-        assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape), dtype))
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
 
 
 def test_rate_rises_stays_and_falls() -> None:

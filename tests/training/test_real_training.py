@@ -53,7 +53,7 @@ def write_own_words(folder: Path, outputs: list[GenerationOutput]) -> None:
 
 def first_acceptance(settings: TrainSettings, head: Path | None) -> float:
     """0-α on the held-out answers, of a trained head or of one that was never trained."""
-    target = load_target(settings.target, torch.bfloat16)
+    target = load_target(settings.target, getattr(torch, str(settings.dtype)))
     sets = [open_training_set(path) for path in settings.data]
     drafts = new_head(settings, target, sets) if head is None else read_head(head, target.shape)
     held_out = open_training_set(settings.data[0], split="validation")
@@ -65,7 +65,7 @@ def first_acceptance(settings: TrainSettings, head: Path | None) -> float:
 
 @pytest.mark.timeout(900)
 def test_a_short_training_beats_none_on_held_out_answers(smollm2_folder: Path, tmp_path: Path) -> None:
-    loaded = aquiline.load(smollm2_folder, dtype="bfloat16")
+    loaded = aquiline.load(smollm2_folder)
     outputs = loaded.plain().generate(PROMPTS, max_new_tokens=160)
     write_own_words(tmp_path / "set", outputs)
     settings = TrainSettings(
@@ -76,8 +76,8 @@ def test_a_short_training_beats_none_on_held_out_answers(smollm2_folder: Path, t
         draft_vocab_size=4096,
         ttt_steps=1,
         batch_positions=1024,
-        total_positions=40_000,
-        warmup_positions=4_000,
+        total_positions=20_000,
+        warmup_positions=2_000,
         decay_share=0.8,
         validate_positions=10**9,
     )

@@ -43,10 +43,10 @@ def examine() -> tuple[dict[str, Any], list[str]]:
 
     from aquiline.bench.environment import cpu_name, package_version
     from aquiline.native.library import find_library
+    from aquiline.targets.packed import fast_bfloat16
 
     library, why = find_library()
     capability = torch.backends.cpu.get_cpu_capability()
-    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -55,7 +55,7 @@ def examine() -> tuple[dict[str, Any], list[str]]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": capability,
-        "bfloat16 matrix products": bool(bf16),
+        "fast bfloat16 in PyTorch": fast_bfloat16(torch.device("cpu")),
         "native kernels": why if library else False,
         **{f"path, {name}": _path(library, name) for name in ("bfloat16", "float32")},
         "cuda": _on_gpu("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else False,
@@ -87,8 +87,8 @@ def _on_gpu(device: str, name: str) -> str:
 
 def _advice(facts: dict[str, Any]) -> list[str]:
     lines = []
-    if not facts["bfloat16 matrix products"]:
-        lines.append("this processor lacks fast bfloat16: the default is float32, which is about half as fast")
+    if not facts["fast bfloat16 in PyTorch"] and not facts["native kernels"]:
+        lines.append("this processor lacks fast bfloat16: the default is float32, which reads twice the bytes")
     if facts["cuda"] or facts["mps"]:
         lines.append(
             "GPUs were only checked on a pretended device, CUDA graphs as recorded kernels on the CPU: compare outputs "

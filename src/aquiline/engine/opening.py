@@ -14,6 +14,7 @@ from aquiline.models.files import read_json
 from aquiline.native.codes import GROUPS
 from aquiline.native.library import find_library
 from aquiline.sampling import SamplingParams
+from aquiline.targets.packed import fast_bfloat16
 from aquiline.targets.target import Target
 
 logger = logging.getLogger("aquiline")
@@ -114,12 +115,11 @@ def weights_dtype(dtype: torch.dtype | str | None, device: str | torch.device, o
             raise ValueError(f"dtype {dtype!r} is not known; allowed: {', '.join(named)}")
         return named[dtype]
     where = _device(device)
+    if fast_bfloat16(where):
+        return torch.bfloat16
     if where.type != "cpu":
-        # Before Ampere, bfloat16 is emulated; on MPS, by the first chips.
-        ampere = where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0)
-        return torch.bfloat16 if ampere else torch.float16
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False  # type: ignore[no-untyped-call]
-    return torch.bfloat16 if fast or (own and find_library()[0]) else torch.float32
+        return torch.float16
+    return torch.bfloat16 if own and find_library()[0] else torch.float32
 
 
 def fast_form(target: Target, owned: bool, dtype: torch.dtype | str | None = None) -> Target:

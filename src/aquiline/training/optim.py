@@ -14,18 +14,19 @@ from torch import Tensor, nn
 _NEWTON_SCHULZ, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
-def orthogonalise(matrix: Tensor) -> Tensor:
+def orthogonalise(matrix: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Pulls all singular values of a matrix to about 1 (between 0.7 and 1.2), by Newton-Schulz iterations.
 
     Args:
         matrix: (m, n).
+        dtype: of the iterations.
 
     Returns:
-        (m, n) in the dtype of `matrix`; computed in bfloat16.
+        (m, n) in the dtype of `matrix`.
     """
     a, b, c = _NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.t() if tall else matrix).to(torch.bfloat16)
+    x = (matrix.t() if tall else matrix).to(dtype)
     x = x / (x.norm() + 1e-7)
     for _ in range(_ITERATIONS):
         gram = x @ x.t()
@@ -40,11 +41,13 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: matrices.
         lr: learning rate; a step has the spectral norm lr · √max(1, rows / columns).
+        dtype: of the iterations that orthogonalise.
         momentum: Nesterov momentum.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, dtype: torch.dtype, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -59,11 +62,11 @@ class Muon(torch.optim.Optimizer):
                 state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(state["momentum"], group["momentum"])
                 factor = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-                parameter.add_(orthogonalise(update), alpha=-group["lr"] * factor)
+                parameter.add_(orthogonalise(update, self._dtype), alpha=-group["lr"] * factor)
 
 
 def make_optimisers(
-    named: Iterable[tuple[str, nn.Parameter]], lr: float, muon_lr: float, weight_decay: float
+    named: Iterable[tuple[str, nn.Parameter]], lr: float, muon_lr: float, weight_decay: float, dtype: torch.dtype
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices except the LM head, AdamW (0.9, 0.95) for everything else.
 
@@ -75,6 +78,7 @@ def make_optimisers(
         lr: AdamW's rate.
         muon_lr: Muon's rate; 0 gives AdamW everything.
         weight_decay: AdamW's.
+        dtype: in which the run computes; Muon's iterations, too.
     """
     matrices: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
@@ -83,7 +87,7 @@ def make_optimisers(
         (matrices if muon else rest).append(parameter)
     result: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)]
     if matrices:
-        result.append(Muon(matrices, muon_lr))
+        result.append(Muon(matrices, muon_lr, dtype))
     return result
 
 

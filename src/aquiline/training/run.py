@@ -121,7 +121,7 @@ def start_run(settings: TrainSettings, build: Callable[[HeadConfig], Network] = 
         ValueError: for settings, data, target or head that do not fit together.
     """
     opened = open_sets(settings.target, settings.data, settings.validation or settings.data)
-    accelerator, dtype = start_processes(), getattr(torch, settings.dtype)
+    accelerator, dtype = start_processes(), getattr(torch, str(settings.dtype))
     sharded = shards_target(settings.shard_target, accelerator.num_processes)
     if sharded:
         target = load_sharded(settings.target, dtype, accelerator)
@@ -141,7 +141,7 @@ def start_run(settings: TrainSettings, build: Callable[[HeadConfig], Network] = 
         settings=settings,
         sets=opened,
         learner=learner,
-        optimisers=make_optimisers(named, settings.lr, settings.muon_lr, settings.weight_decay),
+        optimisers=make_optimisers(named, settings.lr, settings.muon_lr, settings.weight_decay, dtype),
         mixture=Mixture(sets, weights, settings.max_length, settings.seed, settings.limit_conversations),
         source=open_source(settings, target, learner, sets),
         replicas=[learner.replica() for _ in range(workers)],

@@ -181,8 +181,11 @@ class TrainSettings:
     shard_target: bool = setting(
         False, "each of several processes keeps a part of every layer of the target; the result does not depend on it"
     )
-    dtype: str = setting(
-        "bfloat16", "dtype in which the target and the copies of the head compute", choices=("bfloat16", "float32")
+    dtype: str | None = setting(
+        None,
+        "dtype in which the target and the copies of the head compute",
+        choices=("bfloat16", "float32"),
+        shown="bfloat16 or float32, the faster here",
     )
     tensorboard: bool = setting(False, "also write TensorBoard events into the output folder")
     seed: int = setting(0, "order of the data, noise and random weights", allowed=SEEDS)
@@ -209,6 +212,13 @@ class TrainSettings:
                 object.__setattr__(self, name, meaning.by_kind[self.kind])
         if self.kind in PARALLEL and not self.regress_positions and self.muon_lr == _REGRESSED_LR:
             object.__setattr__(self, "muon_lr", _MUON_LR)
+        if self.dtype is None:
+            import torch
+
+            from aquiline.targets.packed import fast_bfloat16
+
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            object.__setattr__(self, "dtype", "bfloat16" if fast_bfloat16(device) else "float32")
 
     def _check_effect(self) -> None:
         for name, (each, meaning) in meanings(self).items():
