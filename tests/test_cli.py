@@ -230,7 +230,8 @@ def test_prepare_train_and_draft_with_the_result(aquiline: Any, base: Path) -> N
     assert trained.code == 0, trained.err
     assert "finished: " in trained.out and "n-α on set: " in trained.out and "--draft run" in trained.out
     assert (base / "run" / "head" / "config.json").is_file()
-    drafted = records(aquiline("generate", TEXT, "--target", "target", "--draft", "run", "--tree", "chain", "--json", *EXACT))
+    words = ("generate", TEXT, "--target", "target", "--draft", "run", "--tree", "chain", "--json", *EXACT)
+    drafted = records(aquiline(*words))
     assert drafted[0]["stats"]["nodes"] > 0
     again = aquiline("train", "set", "--output", "run", "--resume", "--json", "--ttt-steps", 2, *small)
     assert json.loads(again.out)["stopped"] == "finished"
