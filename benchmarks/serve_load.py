@@ -1,13 +1,11 @@
-"""Load on a running server: throughput and latency by number of clients, or a soak with cancels and bad requests.
+"""Load on running servers: throughput and latency by number of clients.
 
     aquiline serve --port 8000 &
-    python -m benchmarks.serve_load --url http://127.0.0.1:8000 --clients 1 4 8 16 --output load.json
-    python -m benchmarks.serve_load --url http://127.0.0.1:8000 --soak --minutes 15 --pid PID
+    python -m benchmarks.serve_load --servers aquiline=http://127.0.0.1:8000 --clients 1 4 8 16 --output load.json
 
-The same command measures any other server with OpenAI's API (`vllm serve`), so that two can be compared.
-A soak needs our own server: it reads its metrics, and compares every finished answer with the first one to the
-same question. Where the kernels do not run (`aquiline doctor`), start the server with `--dtype float32`: elsewhere
-bfloat16 rounds by the width of a forward.
+Several servers (`--servers aquiline=URL,PID vllm=URL,PID`) take turns at the same questions. A server with a PID is
+stopped, with the processes that it started, while another one answers. An existing output keeps the runs of other
+numbers of clients. Every request begins with a text of its own: no server profits from the keys and values of others.
 """
 
 from __future__ import annotations
@@ -15,17 +13,23 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import random
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from aquiline.bench.environment import cpu_name
+
 ROOT = Path(__file__).parent.parent
+
+Messages = Sequence[dict[str, str]]
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Answer:
     Attributes:
         text: of the answer.
         arrivals: seconds from the request to each event with text.
+        seconds: from the request to the end of the answer.
         tokens: completion tokens, as the server counts them; 0 if it did not say.
         status: HTTP status; 0 for a connection that broke.
         whole: it came to its end.
@@ -42,14 +47,15 @@ class Answer:
 
     text: str = ""
     arrivals: list[float] = field(default_factory=list)
+    seconds: float = 0.0
     tokens: int = 0
     status: int = 0
     whole: bool = False
 
 
-def ask(url: str, model: str, messages: list[dict[str, str]], tokens: int, *, leave: int | None = None) -> Answer:
-    """Streams one answer; `leave` closes the connection after that many events."""
-    body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+def ask(url: str, model: str, messages: Messages, tokens: int, *, leave: int | None = None, **more: Any) -> Answer:
+    """Streams one answer; `leave` closes the connection after that many events, `more` are fields of the body."""
+    body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
     body["stream_options"] = {"include_usage": True}
     found, began = Answer(), time.perf_counter()
     place = urlsplit(url)
@@ -69,6 +75,7 @@ def ask(url: str, model: str, messages: list[dict[str, str]], tokens: int, *, le
                 break
     finally:
         connection.close()
+    found.seconds = time.perf_counter() - began
     return found
 
 
@@ -80,25 +87,88 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
 
 def prompts() -> list[str]:
     """Questions of everyday kinds from the package."""
-    lines = (ROOT / "src/aquiline/bench/prompts/mt_bench.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [json.loads(line) for line in lines]
+    found = []
+    for name in ("mt_bench", "alpaca", "qa", "gsm8k"):
+        lines = (ROOT / f"src/aquiline/bench/prompts/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        found += [json.loads(line) for line in lines]
     return [each["turns"][0] if "turns" in each else str(each.get("question") or each.get("prompt")) for each in found]
 
 
-def load(url: str, model: str, clients: int, requests: int, tokens: int) -> dict[str, Any]:
-    """Lets `clients` ask `requests` questions each, one after the other."""
-    questions, found = prompts(), list[Answer]()
+def conversation(number: int) -> Messages:
+    """The `number`-th question, behind a system message that no other number has."""
+    questions = prompts()
+    system = {"role": "system", "content": f"{number} is the number of this conversation."}
+    return [system, {"role": "user", "content": questions[number % len(questions)]}]
 
-    def work(number: int) -> None:
+
+def machine() -> dict[str, Any]:
+    """The machine and the time of a measurement."""
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d %H:%M")}
+
+
+def together(clients: int, work: Callable[[int], None]) -> float:
+    """Runs the clients' work in threads; returns the seconds until the last has ended."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began
+
+
+# -- load ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server; `processes` are stopped while another one answers."""
+
+    name: str
+    url: str
+    processes: tuple[int, ...]
+
+
+def read_server(text: str) -> Server:
+    """Reads NAME=URL or NAME=URL,PID."""
+    name, _, rest = text.partition("=")
+    url, _, pid = rest.partition(",")
+    if not url:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: NAME=URL or NAME=URL,PID")
+    return Server(name, url, tuple(_family(int(pid))) if pid else ())
+
+
+def _family(pid: int) -> list[int]:
+    """The process and all that descend from it (Linux)."""
+    children = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+    return [pid, *(each for child in children for each in _family(child))]
+
+
+@contextmanager
+def alone(server: Server, servers: Sequence[Server]) -> Iterator[None]:
+    """Stops the other servers."""
+    others = [pid for other in servers if other is not server for pid in other.processes]
+    for pid in others:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
+
+
+def load(url: str, model: str, clients: int, requests: int, tokens: int, first: int = 0) -> dict[str, Any]:
+    """Lets `clients` ask `requests` questions each, one after the other; `first` numbers the first question."""
+    found = list[Answer]()
+
+    def work(client: int) -> None:
         for i in range(requests):
-            question = questions[(number * requests + i) % len(questions)]
-            found.append(ask(url, model, [{"role": "user", "content": question}], tokens))
+            found.append(ask(url, model, conversation(first + client * requests + i), tokens))
 
-    seconds = _together(clients, work)
+    seconds = together(clients, work)
     gaps = [b - a for each in found for a, b in zip(each.arrivals, each.arrivals[1:], strict=False)]
     # A step emits several tokens at once: a reader sees the gap between pieces.
     return {
-        "clients": clients,
         "requests": len(found),
         "failed": sum(not each.whole for each in found),
         "tokens_per_second": sum(each.tokens for each in found) / seconds,
@@ -109,166 +179,56 @@ def load(url: str, model: str, clients: int, requests: int, tokens: int) -> dict
     }
 
 
-def _together(clients: int, work: Any) -> float:
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began
-
-
 def _share(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-# -- soak ------------------------------------------------------------------------------------------
-
-WRONG: tuple[bytes, ...] = (
-    b"{",
-    b"[]",
-    b'{"messages": 3}',
-    b'{"messages": [{"role": "user", "content": "x"}], "temperature": 9}',
-    b'{"messages": [{"role": "user", "content": "x"}], "unknown": 1}',
-)
-
-
-@dataclass(eq=False)
-class _Soak:
-    """The state that the clients of a soak share."""
-
-    url: str
-    model: str
-    end: float
-    questions: list[str] = field(default_factory=prompts)
-    first: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=lambda: {"finished": 0, "left": 0, "refused": 0})
-    wrong: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def check(self, question: str) -> None:
-        """Asks a question, whose answer must equal the first one to it."""
-        answer = ask(self.url, self.model, [{"role": "user", "content": question}], 48)
-        with self.lock:
-            self.counts["finished"] += 1
-            if not answer.whole or answer.text != self.first.setdefault(question, answer.text):
-                self.wrong.append(f"{question[:40]!r}: {answer.text[:60]!r}, status {answer.status}")
-
-    def work(self, number: int) -> None:
-        """Runs one client until the end."""
-        rng = random.Random(number)
-        while time.monotonic() < self.end:
-            question, kind = rng.choice(self.questions), rng.random()
-            if kind < 1 / 3:
-                ask(self.url, self.model, [{"role": "user", "content": question}], 64, leave=rng.randrange(12))
-                with self.lock:
-                    self.counts["left"] += 1
-            elif kind < 0.45:
-                status = _post(self.url, rng.choice(WRONG))
-                with self.lock:
-                    self.counts["refused"] += 1
-                    if status != 400:
-                        self.wrong.append(f"a malformed body got status {status}")
-            else:
-                self.check(question)
-
-
-def soak(url: str, model: str, minutes: float, clients: int, pid: int | None) -> dict[str, Any]:
-    """Runs clients, a third of whose requests leave at a random point, with malformed ones in between.
-
-    Raises:
-        SystemExit: if a slot leaks, memory grows, an answer differs, or a malformed body is not refused.
-    """
-    state, memory = _Soak(url, model, time.monotonic() + 60 * minutes), list[int]()
-
-    def watch() -> None:
-        while time.monotonic() < state.end and pid is not None:
-            memory.append(_resident(pid))
-            time.sleep(1)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    _together(clients, state.work)
-    watcher.join()
-    for question in list(state.first):  # answers must equal those of a quiet server too
-        state.check(question)
-    left, growth = _running(url), _growth(memory)
-    result = {
-        "minutes": minutes,
-        "clients": clients,
-        **state.counts,
-        "running_at_the_end": left,
-        "memory_growth": growth,
+def side_by_side(servers: Sequence[Server], options: argparse.Namespace, clients: int) -> dict[str, Any]:
+    """Loads the servers by turns, in `options.rounds` rounds; returns medians and every round."""
+    rounds: dict[str, list[Any]] = {server.name: [] for server in servers}
+    for number in range(options.rounds):
+        first = 1000 * (number + 1)
+        for server in servers if number % 2 else reversed(servers):
+            with alone(server, servers):
+                load(server.url, options.model, clients, 1, 8, first + 500)  # warms up
+                found = load(server.url, options.model, clients, options.requests, options.tokens, first)
+            rounds[server.name].append(found)
+            print(json.dumps({"clients": clients, "server": server.name, **found}), flush=True)
+    medians = {
+        name: {key: median(each[key] for each in found) for key in found[0]} for name, found in rounds.items() if found
     }
-    print(json.dumps(result | {"resident_mb": [memory[0] >> 20, memory[-1] >> 20] if memory else None}, indent=1))
-    if state.wrong or left or (growth is not None and growth > 0.02):
-        raise SystemExit(f"the soak failed: {state.wrong[:5]}, {left} requests left, memory growth {growth}")
-    return result
-
-
-def _growth(memory: list[int]) -> float | None:
-    """Compares the last eighth of a soak with the eighth after its middle; None without samples."""
-    half = len(memory) // 2
-    part = max(1, half // 4)
-    return median(memory[-part:]) / median(memory[half : half + part]) - 1 if half else None
-
-
-def _post(url: str, body: bytes) -> int:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
-    try:
-        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-def _running(url: str) -> float:
-    """Requests that the server still holds once it has had time to notice the last ones leave."""
-    place, total = urlsplit(url), 0.0
-    for _ in range(50):
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        connection.close()
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        total = sum(float(line.split()[-1]) for line in lines if line.startswith(names))
-        if total == 0:
-            break
-        time.sleep(0.2)
-    return total
-
-
-def _resident(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * 4096
+    reference = rounds[servers[-1].name]
+    ratios = {
+        name: median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(found, reference, strict=True))
+        for name, found in rounds.items()
+    }
+    return {"clients": clients, "tokens_per_second_over_last": ratios, "medians": medians, "rounds": rounds}
 
 
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--servers", type=read_server, nargs="+", metavar="NAME=URL[,PID]", required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--requests", type=int, default=4, help="per client (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=2, help="per client and round (default: 2)")
     parser.add_argument("--tokens", type=int, default=128, help="per answer (default: 128)")
-    parser.add_argument("--soak", action="store_true", help="with cancels and malformed requests, checked")
-    parser.add_argument("--minutes", type=float, default=15, help="of a soak (default: 15)")
-    parser.add_argument("--pid", type=int, help="the server's process, to watch its memory (Linux)")
     parser.add_argument("--output", type=Path, help="file for the result, as JSON")
-    arguments = parser.parse_args()
-    if arguments.soak:
-        clients = arguments.clients[0] if len(arguments.clients) == 1 else 8
-        result: Any = soak(arguments.url, arguments.model, arguments.minutes, clients, arguments.pid)
-    else:
-        result = []
-        for clients in arguments.clients:
-            load(arguments.url, arguments.model, clients, 1, 16)  # warms up
-            result.append(load(arguments.url, arguments.model, clients, arguments.requests, arguments.tokens))
-            print(json.dumps(result[-1]), flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    options = parser.parse_args()
+    result = machine() | {"runs": _kept(options.output, options.clients)}
+    for clients in options.clients:
+        result["runs"].append(side_by_side(options.servers, options, clients))
+    result["runs"].sort(key=lambda run: run["clients"])
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _kept(output: Path | None, clients: Sequence[int]) -> list[Any]:
+    """The runs of other numbers of clients in an existing file."""
+    if output is None or not output.exists():
+        return []
+    return [run for run in json.loads(output.read_text(encoding="utf-8"))["runs"] if run["clients"] not in clients]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class GenerationStats:
     Attributes:
         steps: target forwards that verified a tree, counted per row.
         emitted: emitted tokens, without those cut off at a stop.
+        drafted: those of them whose tree held a draft.
         nodes: drafted nodes that the target computed, without roots.
         offered_at: offered_at[d] counts steps whose tree had a node at depth d + 1 below an accepted one.
         accepted_at: accepted_at[d] counts steps that accepted a node at depth d + 1.
@@ -29,6 +30,7 @@ class GenerationStats:
     """
 
     steps: int = 0
+    drafted: int = 0
     emitted: int = 0
     nodes: int = 0
     prompt_tokens: int = 0
@@ -77,6 +79,7 @@ class GenerationStats:
             nodes: drafted nodes, without the root.
         """
         self.steps += 1
+        self.drafted += nodes > 0
         self.nodes += nodes
         self.accepted += num_accepted
         while len(self.offered_at) < deepest_offered:
@@ -89,7 +92,7 @@ class GenerationStats:
 
     def add(self, other: GenerationStats) -> None:
         """Adds the counters of `other`."""
-        for name in ("steps", "emitted", "nodes", "prompt_tokens", "accepted"):
+        for name in ("steps", "drafted", "emitted", "nodes", "prompt_tokens", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("offered_at", "accepted_at"):
             mine, theirs = getattr(self, name), getattr(other, name)

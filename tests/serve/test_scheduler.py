@@ -235,6 +235,10 @@ def test_a_cancel_takes_effect_before_the_next_step(scheduler: Any) -> None:
     after = Client(worker, Request([7, 8], SamplingParams(max_new_tokens=1))).send()
     after.output()
     assert len(model.target.widths) <= steps + 2, "at most the step under way, and the other one's prompt"
+    stats, metrics = client.emission.occupant.stats, worker.metrics
+    counted = sum(metrics.forwards.labels("m", on)._value.get() for on in ("on", "off"))
+    assert counted == stats.steps > 0, "the steps of a request that left are counted"
+    assert metrics.drafts._value.get() == stats.drafted > 0 and metrics.draft_tokens._value.get() == stats.nodes
 
 
 # -- requests that fail -------------------------------------------------------------------------------

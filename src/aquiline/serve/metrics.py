@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from aquiline.stats import GenerationStats
 
 _WINDOW = 10.0
 """Seconds that the rate of tokens looks back."""
+
+_EVERY = 1.0
+"""Seconds after which the counters of a running output are brought up to date: once a step would slow the steps."""
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.3, 2.5, 5, 10, 20, 40, 80, 160)
 
@@ -100,50 +104,51 @@ class Metrics:
         self.prefix_queries.inc(len(emission.prompt))
         self.prefix_hits.inc(emission.cached)
 
-    def stepped(self, emission: Emission, event: StreamEvent, seen: Seen) -> None:
-        """Counts what one step added to an output.
+    def stepped(self, seen: Seen, event: StreamEvent) -> None:
+        """Records a step's latency and tokens; counts the rest of what it did within `_EVERY` seconds.
 
         Args:
-            seen: what was counted of it before; updated.
+            event: at least one token.
+            seen: what was counted of the output before; updated.
         """
-        stats, now = emission.occupant.stats, time.monotonic()
-        drafted = stats.nodes > seen.stats.nodes
-        self.generation_tokens.inc(len(event.token_ids))
-        self._recent.append((now, len(event.token_ids)))
-        while self._recent and self._recent[0][0] < now - _WINDOW:
-            self._recent.popleft()
-        if stats.steps > seen.stats.steps:
-            self.forwards.labels(model_name=self._model, drafting="on" if drafted else "off").inc()
-        if drafted:
-            self.drafts.inc()
-            self.draft_tokens.inc(stats.nodes - seen.stats.nodes)
-            self.accepted.inc(stats.accepted - seen.stats.accepted)
-        for counter, counts, before in (
-            (self.accepted_at, stats.accepted_at, seen.stats.accepted_at),
-            (self.offered_at, stats.offered_at, seen.stats.offered_at),
-        ):
-            for depth, count in enumerate(counts):
-                old = before[depth] if depth < len(before) else 0
-                if count > old:
-                    counter.labels(model_name=self._model, position=str(depth)).inc(count - old)
-        for source, count in (stats.sources - seen.stats.sources).items():
-            self.tokens_by_source.labels(model_name=self._model, source=source).inc(count)
-        self._steps += stats.steps - seen.stats.steps
-        self._accepted += stats.accepted - seen.stats.accepted
-        seen.stats = copy.deepcopy(stats)
-
-    def timed(self, seen: Seen, tokens: int) -> None:
-        """Records the latency of a step that emitted `tokens` ≥ 1 tokens."""
-        now = time.monotonic()
+        now, tokens = time.monotonic(), len(event.token_ids)
         if seen.last is None:
             self.first_token.observe(now - seen.submitted)
         else:
             for _ in range(tokens):
                 self.between.observe((now - seen.last) / tokens)
         seen.last = now
+        self.generation_tokens.inc(tokens)
+        self._recent.append((now, tokens))
+        while self._recent[0][0] < now - _WINDOW:
+            self._recent.popleft()
+        if now - seen.counted >= _EVERY:
+            self.count(seen)
+
+    def count(self, seen: Seen) -> None:
+        """Counts what the steps of an output did since it was last counted."""
+        stats, before = seen.emission.occupant.stats, seen.stats
+        steps, drafted = stats.steps - before.steps, stats.drafted - before.drafted
+        for drafting, count in (("on", drafted), ("off", steps - drafted)):
+            self.forwards.labels(model_name=self._model, drafting=drafting).inc(count)
+        self.drafts.inc(drafted)
+        self.draft_tokens.inc(stats.nodes - before.nodes)
+        self.accepted.inc(stats.accepted - before.accepted)
+        for counter, counts, old in (
+            (self.accepted_at, stats.accepted_at, before.accepted_at),
+            (self.offered_at, stats.offered_at, before.offered_at),
+        ):
+            for depth, (new, was) in enumerate(itertools.zip_longest(counts, old, fillvalue=0)):
+                counter.labels(model_name=self._model, position=str(depth)).inc(new - was)
+        for source, added in (stats.sources - before.sources).items():
+            self.tokens_by_source.labels(model_name=self._model, source=source).inc(added)
+        self._steps += steps
+        self._accepted += stats.accepted - before.accepted
+        seen.stats, seen.counted = copy.deepcopy(stats), time.monotonic()
 
     def finished(self, seen: Seen, reason: str) -> None:
         """Counts an output that ended by itself."""
+        self.count(seen)
         self.success.labels(model_name=self._model, finished_reason="length" if reason == "length" else "stop").inc()
         self.whole.observe(time.monotonic() - seen.submitted)
 
@@ -160,12 +165,13 @@ class Metrics:
 
 
 class Seen:
-    """The counters of one output that have been counted.
+    """What was counted of one output.
 
     Args:
         submitted: `time.monotonic()` when its request arrived.
     """
 
-    def __init__(self, submitted: float) -> None:
-        self.submitted, self.stats = submitted, GenerationStats()
+    def __init__(self, emission: Emission, submitted: float) -> None:
+        self.emission, self.submitted, self.stats = emission, submitted, GenerationStats()
         self.last: float | None = None  # when a step last emitted
+        self.counted = submitted

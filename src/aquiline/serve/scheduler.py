@@ -80,7 +80,7 @@ class Scheduler:
         self._open = 0
         self._indices = itertools.count()
         self._jobs: dict[Job, set[Emission]] = {}
-        self._places: dict[tuple[int, int], tuple[Job, Emission, Seen]] = {}
+        self._places: dict[tuple[int, int], tuple[Job, Seen]] = {}
         self._scoring: deque[tuple[Job, int, Iterator[Any]]] = deque()
         self._batch: Batch | None = None
         self._stopping = False
@@ -156,7 +156,7 @@ class Scheduler:
     def _admit(self, job: Job) -> None:
         self._jobs[job] = set(job.emissions)
         for emission in job.emissions:
-            self._places[emission.index, emission.sample] = (job, emission, Seen(job.submitted))
+            self._places[emission.index, emission.sample] = (job, Seen(emission, job.submitted))
         if job.score is None:
             self._queue(job)
             return
@@ -193,12 +193,11 @@ class Scheduler:
         found = self._places.get((event.index, event.sample))
         if found is None:
             return  # dropped between two events of one step
-        job, emission, seen = found
+        job, seen = found
         if event.token_ids and event.error is None:
             if seen.last is None:
-                self.metrics.began(emission)
-            self.metrics.stepped(emission, event, seen)
-            self.metrics.timed(seen, len(event.token_ids))
+                self.metrics.began(seen.emission)
+            self.metrics.stepped(seen, event)
         if event.output is not None and event.error is None:
             self.metrics.finished(seen, event.output.finish_reason)
             if job.store and self.keep is not None:
@@ -207,7 +206,7 @@ class Scheduler:
         if event.error is not None:
             self._drop(job)
         elif event.output is not None:
-            self._close(job, emission)
+            self._close(job, seen.emission)
 
     def _close(self, job: Job, emission: Emission) -> None:
         del self._places[emission.index, emission.sample]
@@ -222,6 +221,7 @@ class Scheduler:
         for emission in list(self._jobs.get(job, ())):
             if self._batch is not None:
                 self._batch.cancel(emission)
+            self.metrics.count(self._places[emission.index, emission.sample][1])
             self._close(job, emission)
             if error is not None:
                 job.deliver(error)
