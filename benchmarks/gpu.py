@@ -1,14 +1,14 @@
 """Measures decoding and training on a GPU, in under 12 minutes.
 
     python benchmarks/gpu.py                           # SmolLM2 and its head on CUDA
-    python benchmarks/gpu.py --target FOLDER --draft HEAD --data SET
+    python benchmarks/gpu.py --target FOLDER --draft HEAD
     python benchmarks/gpu.py --device cpu --smoke      # a random model, seconds: does the script run?
 
 Measures a plain token against the bandwidth bound (the weights' bytes over the rate of a device copy) in the
 reference, with joined projections, replayed as a CUDA graph, and compiled; forwards of 1 to 64 nodes and a cycle's
-phases with graphs and without; trees of 8 to 64 nodes, batches of 1 to 32 rows, and training steps (where --data
-names a set of `aquiline prepare`). Writes gpu-<device>.json and .md into benchmarks/results, and nothing in smoke
-form. Where there is no CUDA, "graph" means the same forwards of few shapes, called.
+phases with graphs and without; trees of 8 to 64 nodes, batches of 1 to 32 rows, and training steps on random
+conversations. Writes gpu-<device>.json and .md into benchmarks/results, and nothing in smoke form. Where there is no
+CUDA, "graph" means the same forwards of few shapes, called.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from aquiline.checkpoints.open import read_head
 from aquiline.drafters.drafter import Drafter
@@ -32,17 +35,24 @@ from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy
 from aquiline.engine.generate import generate_requests
 from aquiline.engine.opening import open_target
 from aquiline.engine.request import Engine, Request
+from aquiline.models.resolve import resolve_target
 from aquiline.sampling import SamplingParams
 from aquiline.stats import GenerationStats
-from aquiline.targets.decoder import Decoder, DecoderConfig
-from aquiline.targets.layers import LayerConfig
-from aquiline.targets.rope import RopeConfig
+from aquiline.targets.decoder import Decoder, config_from_hf
 from aquiline.targets.static import StaticDecoder
 from aquiline.targets.target import Target, TargetInput
+from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation
+from aquiline.training.run import start_run
+from aquiline.training.settings import TrainSettings
+from aquiline.training.step import optimiser_step
 from aquiline.tree import ancestors, depths
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS, TREES, BATCHES = (1, 2, 4, 8, 16, 32, 64), (8, 16, 32, 64), (1, 2, 4, 8, 16, 32)
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -57,7 +67,7 @@ def main() -> None:
         ("cycle", lambda: beside(target, graphs, lambda form: cycle(form, head, options))),
         ("trees", lambda: trees(graphs, head, options)),
         ("batches", lambda: batches(graphs, head, options)),
-        ("training", lambda: training(options)),
+        ("training", lambda: training(target, options)),
     ):
         report[name] = measure()
         print(f"{name}, after {time.perf_counter() - began:.0f} s: {json.dumps(report[name])}", flush=True)
@@ -81,9 +91,8 @@ def models(options: argparse.Namespace) -> tuple[Decoder, DraftHead]:
 def random_models(device: str) -> tuple[Decoder, DraftHead]:
     """A tiny random target and head."""
     torch.manual_seed(0)
-    layer = LayerConfig(64, 96, 4, 2, 16, 1e-6, RopeConfig(10000.0, 16))
-    config = DecoderConfig(layer, 512, 8, 512, (None,) * 8, (True,) * 8, tied=True)
-    head = HeadConfig("eagle3", layer, 512, 512, 64, (2, 4, 5))
+    config = config_from_hf(TINY)
+    head = HeadConfig("eagle3", config.layer, 512, 512, 64, (2, 4, 5))
     target = Decoder(config).to(device).eval().requires_grad_(False)
     return target, DraftHead(build_network(head).eval().requires_grad_(False))
 
@@ -158,12 +167,12 @@ def forwards(target: Target, options: argparse.Namespace) -> dict[str, float]:
 
 
 def generation(target: Target, drafter: Drafter | None, rows: int, options: argparse.Namespace) -> dict[str, float]:
-    """Greedy text of `rows` prompts at once, after one run that warms up; graphs are captured in each run."""
+    """Greedy text of `rows` prompts at once, after the same run, which warms up and captures the graphs."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, target.shape.vocab_size, (rows, options.context), generator=generator).tolist()
     engine = Engine(target, drafter, None, (), max_rows=rows)
     requests = [Request(prompt, SamplingParams(max_new_tokens=options.tokens)) for prompt in prompts]
-    generate_requests(engine, requests[:1])
+    generate_requests(engine, requests)
     stats, seconds = GenerationStats(), 0.0
     for output in generate_requests(engine, requests):
         stats.add(output.stats)
@@ -203,25 +212,44 @@ def drafter(target: Target, head: DraftHead, policy: TreePolicy) -> EagleDrafter
     return EagleDrafter(head, target, policy, packed=True)
 
 
-def training(options: argparse.Namespace) -> dict[str, float] | None:
-    """Positions per second of an EAGLE-3 head's training steps; None without a training set."""
-    if options.data is None:
-        return None
-    from aquiline.models.resolve import resolve_target
-    from aquiline.training.run import start_run
-    from aquiline.training.settings import TrainSettings
-    from aquiline.training.step import optimiser_step
-
+def training(target: Decoder, options: argparse.Namespace) -> dict[str, float]:
+    """Positions per second of an EAGLE-3 head's training steps; what the conversations say does not matter."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = str(resolve_target(options.target))
-        run = start_run(TrainSettings(target=folder, data=(options.data,), output=scratch))
+        folder = Path(scratch, "target")
+        if options.smoke:
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+            save_file(
+                {name: weight.clone() for name, weight in target.state_dict().items()}, folder / "model.safetensors"
+            )
+        else:
+            folder = resolve_target(options.target)
+        data = random_set(Path(scratch, "set"), target.shape.vocab_size, options.context)
+        run = start_run(TrainSettings(str(folder), (str(data),), scratch, max_length=options.context))
         optimiser_step(run)
         speeds = []
         for _ in range(3):
+            _wait(target.device)
             before, began = run.seen, time.perf_counter()
             optimiser_step(run)
+            _wait(target.device)
             speeds.append((run.seen - before) / (time.perf_counter() - began))
     return {"positions/s": statistics.median(speeds)}
+
+
+def random_set(folder: Path, vocabulary: int, length: int) -> Path:
+    """A training set of random conversations, half of each the assistant's."""
+    folder.mkdir()
+    generator, counts = np.random.default_rng(0), {}
+    for split, number in (("train", 64), ("validation", 1)):
+        with SplitWriter(folder / f"{split}.arrow") as writer:
+            for name in map(str, range(number)):
+                ids = generator.integers(0, vocabulary, length, dtype=np.int32)
+                writer.add(TokenisedConversation(ids, np.arange(length) >= length // 2, name, name))
+        counts[split] = asdict(writer.counts)
+    manifest = {"format": FORMAT, "tokenizer_hash": None, "counts": counts}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
 
 
 def table(report: dict[str, Any]) -> str:
@@ -229,7 +257,7 @@ def table(report: dict[str, Any]) -> str:
     where = report["environment"]
     lines = [f"# {where['target']} in {where['dtype']} on {where['device']}", ""]
     for name, found in report.items():
-        if name == "environment" or found is None:
+        if name == "environment":
             continue
         nested = isinstance(next(iter(found.values())), dict)
         columns: Sequence[str] = list(next(iter(found.values()))) if nested else ["value"]
@@ -245,7 +273,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2", help="a target that Aquiline's own decoder computes")
     parser.add_argument("--draft", default="smollm2-eagle3", help="an EAGLE head for it")
-    parser.add_argument("--data", help="a training set; without one, training is not measured")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", help="of the weights; default: the fast one on the device")
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")

@@ -8,13 +8,14 @@ operations that wait for the device because the size of their result depends on 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -219,19 +220,26 @@ class _Stream:
 
 
 @contextmanager
-def pretended_graphs(patch: Any) -> Iterator[list[PretendedGraph]]:
-    """Makes `torch.cuda` capture pretended graphs; yields them as they are captured."""
-    graphs: list[PretendedGraph] = []
+def pretended_graphs(patch: Any) -> Iterator[list[ref[PretendedGraph]]]:
+    """Makes `torch.cuda` capture pretended graphs; yields references to them as they are captured.
+
+    As in CUDA's allocator, a pool lives as long as a graph that was captured with it, and cannot be used afterwards.
+    """
+    graphs: list[ref[PretendedGraph]] = []
+    pools: defaultdict[object, list[ref[PretendedGraph]]] = defaultdict(list)
 
     @contextmanager
-    def graph(captured: PretendedGraph, **_: Any) -> Iterator[None]:
-        graphs.append(captured)
+    def graph(captured: PretendedGraph, pool: object, **_: Any) -> Iterator[None]:
+        if pools[pool] and not any(user() for user in pools[pool]):
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        for users in (graphs, pools[pool]):
+            users.append(ref(captured))
         with captured:
             yield
 
     stubs = {
         "current_stream": _Stream, "Stream": _Stream, "stream": lambda stream: nullcontext(),
-        "graph_pool_handle": lambda: "pool", "CUDAGraph": PretendedGraph, "graph": graph,
+        "graph_pool_handle": object, "CUDAGraph": PretendedGraph, "graph": graph,
     }  # fmt: skip
     for name, stub in stubs.items():
         patch.setattr(torch.cuda, name, stub)

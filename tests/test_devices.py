@@ -288,7 +288,7 @@ def test_the_benchmark_of_gpus_runs_in_smoke_form() -> None:
     command = [sys.executable, str(script), "--device", "cpu", "--smoke"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
-    for name in ("plain", "forward, ms by width", "cycle", "trees", "batches"):
+    for name in ("plain", "forward, ms by width", "cycle", "trees", "batches", "training"):
         assert f"\n| {name} |" in result.stdout, result.stdout
 
 

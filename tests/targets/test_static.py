@@ -185,7 +185,7 @@ def test_rows_that_sit_out_keep_their_tokens_and_stay_finite() -> None:
     assert torch.equal(cache.key_block[:, 1, :, :7], before)
     assert cache.key_block.isfinite().all() and cache.value_block.isfinite().all()
     torch.testing.assert_close(found, target.decoder.forward(inputs).logits, rtol=0.02, atol=0.05)
-    (capture,) = target._captures[cache].values()
+    (capture,) = target._blocks[cache].captures.values()
     assert capture.inputs.ancestors is not None
     assert capture.inputs.ancestors[0].equal(torch.eye(8, dtype=torch.bool)), "padding sees itself"
 
@@ -201,9 +201,44 @@ def test_a_cache_that_moves_is_captured_again(monkeypatch: pytest.MonkeyPatch) -
             inputs = tree_inputs(cache, 0, 4, chain=False)
             torch.testing.assert_close(target.forward(inputs).logits, target.decoder.forward(inputs).logits)
             assert len(graphs) == 1 + moves
-        del cache, inputs
         gc.collect()
-        assert not target._captures, "graphs outlive their cache"
+        assert [graph() is not None for graph in graphs] == [False, True], "graphs outlive their cache's blocks"
+
+
+@pytest.mark.oracle
+def test_the_next_request_replays_the_graphs_of_the_last_and_another_size_frees_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts, plain = expected("llama", 3, SAMPLING)
+    captured = []
+    with pretended_graphs(monkeypatch) as graphs:
+        target = StaticDecoder(tiny.decoder("llama", torch.float32))
+        target.graphs = True
+        loaded = aquiline.load(target, None)
+        for count in (1, 1, 3, 3, 1):
+            outputs = loaded.generate(prompts[:count], SAMPLING)
+            assert_equal(outputs, plain[:count], drafts=False)
+            captured.append(len(graphs))
+        alive = [graph() is not None for graph in graphs]
+    assert target.graphs, "a pool is used after its last graph"
+    assert captured[0] == captured[1] < captured[2] == captured[3] < captured[4]
+    assert not any(alive[: captured[3]]) and all(alive[captured[3] :])
+
+
+def test_a_cache_takes_over_clean_blocks_that_nobody_uses() -> None:
+    target = StaticDecoder(tiny.decoder("llama", torch.float32))
+    first = filled(target, 1, {0: 9})
+    inputs = tree_inputs(first, 0, 4, chain=False)
+    logits = target.forward(inputs).logits.clone()
+    blocks = first.key_block
+    assert target.new_cache(1, 64).key_block is not blocks, "in use"
+    target = StaticDecoder(target.decoder)
+    target.forward(inputs)
+    blocks.fill_(torch.nan)
+    del first, inputs
+    second = filled(target, 1, {0: 9})
+    assert second.key_block is blocks and blocks.isfinite().all()
+    assert torch.equal(target.forward(tree_inputs(second, 0, 4, chain=False)).logits, logits)
 
 
 def test_a_capture_that_fails_costs_the_graphs_and_not_the_answer(

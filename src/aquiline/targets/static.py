@@ -10,16 +10,18 @@ that only the host knows, and nothing in it waits for the host.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
-from aquiline.cache import KVCache
+from aquiline.cache import SCRATCH, KVCache
 from aquiline.targets.attention import static_frame
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.target import Feature, TargetInput, TargetOutput, check_features
@@ -35,6 +37,9 @@ LEAST_SPAN = 256
 
 _MOST_BUCKETS = 1024
 """Compilations of one function that torch.compile is allowed; its own limit, 8, takes varying shapes for a mistake."""
+
+_CAPTURING = Lock()
+"""CUDA captures one graph at a time in a process: before each, PyTorch waits for the whole device."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,30 @@ class Capture:
     """A bucket's inputs for one cache, and on CUDA its graph.
 
     Attributes:
-        keys: the cache's block; the capture is void once the cache has moved to a larger one.
         itself: (width, width) bool: each token sees itself alone, which keeps padding finite.
         replay: runs the graph; None before the first forward, and where there are no graphs.
     """
 
-    keys: Tensor
     inputs: StaticInput
     itself: Tensor
     replay: Callable[[], TargetOutput] | None = None
+
+
+@dataclass(eq=False)
+class Blocks:
+    """The blocks of a cache, with the captures that read and write them.
+
+    Attributes:
+        user: the cache; once it is gone, another may take the blocks over.
+        pool: of the memory of the graphs, which run one after another and share it. Pools die with their last graph,
+            so no two caches share one.
+    """
+
+    keys: Tensor
+    values: Tensor
+    user: ref[KVCache]
+    captures: dict[Bucket, Capture] = field(default_factory=dict)
+    pool: Any = None
 
 
 def static_forward(
@@ -124,12 +144,32 @@ class StaticDecoder:
         self.device: torch.device = decoder.device
         self._forward: Callable[..., TargetOutput] = static_forward if backend is None else _compiled(backend)
         self.graphs = self.device.type == "cuda"
-        self._captures: WeakKeyDictionary[KVCache, dict[Bucket, Capture]] = WeakKeyDictionary()
-        self._pool: Any = None  # of the graphs' memory: they run one after another and share it
+        self._blocks: WeakKeyDictionary[KVCache, Blocks] = WeakKeyDictionary()
+        self._last: deque[Blocks] = deque(maxlen=1)  # whose append and pop are atomic: engines may share a target
+        self._aside: Any = None  # the stream of all captures: blocks of a pool belong to a stream
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        # Room for padding: a cache that grows moves, and its graphs are captured again.
-        return self.decoder.new_cache(rows, capacity + WIDEST)
+        """Allocates a cache, or takes over the last one's blocks and graphs where nobody uses them any more."""
+        capacity += WIDEST  # room for padding: a cache that grows moves, and its graphs are captured again
+        longest = self.shape.max_positions
+        with suppress(IndexError):  # there is none
+            last = self._last.pop()
+            large = last.keys.shape[3] >= min(capacity, longest + SCRATCH)
+            if last.user() is None and last.keys.shape[1] == rows and large:
+                with torch.inference_mode():
+                    # A masked slot is still multiplied by a weight of 0, and 0 · NaN is NaN.
+                    blocks = last.keys.zero_(), last.values.zero_()
+                cache = KVCache(*blocks, torch.zeros(rows, dtype=torch.int64), longest)
+                self._hold(cache, last)
+                return cache
+            del last  # before its successor is allocated
+        return self.decoder.new_cache(rows, capacity)
+
+    def _hold(self, cache: KVCache, blocks: Blocks) -> Blocks:
+        blocks.user = ref(cache)
+        self._blocks[cache] = blocks
+        self._last.append(blocks)
+        return blocks
 
     @torch.inference_mode()
     def forward(self, inputs: TargetInput) -> TargetOutput:
@@ -138,24 +178,20 @@ class StaticDecoder:
             return self.decoder.forward(inputs)
         check_features(inputs.features, self.shape.num_layers)
         bucket = bucket_of(inputs)
-        capture = self._capture(cache, bucket)
+        blocks = self._blocks.get(cache)
+        if blocks is None or blocks.keys is not cache.key_block:
+            blocks = self._hold(cache, Blocks(cache.key_block, cache.value_block, ref(cache)))
+        if bucket not in blocks.captures:
+            itself = torch.eye(bucket.width, dtype=torch.bool, device=self.device)
+            blocks.captures[bucket] = Capture(self._new_inputs(cache, bucket), itself)
+        capture = blocks.captures[bucket]
         fill(capture, inputs)
         arguments = (self.decoder, capture.inputs, cache, bucket.span, bucket.features)
         if self.graphs and capture.replay is None:
-            capture.replay = self._graph_or_none(*arguments)
+            capture.replay = self._graph_or_none(blocks, *arguments)
         out = capture.replay() if capture.replay else self._forward(*arguments)
         rows = select(self.device, inputs.rows)
         return TargetOutput(out.logits[rows, :width], None if out.features is None else out.features[rows, :width])
-
-    def _capture(self, cache: KVCache, bucket: Bucket) -> Capture:
-        captures = self._captures.setdefault(cache, {})
-        if any(capture.keys is not cache.key_block for capture in captures.values()):
-            captures.clear()
-        if bucket not in captures:
-            inputs = self._new_inputs(cache, bucket)
-            itself = torch.eye(bucket.width, dtype=torch.bool, device=self.device)
-            captures[bucket] = Capture(cache.key_block, inputs, itself)
-        return captures[bucket]
 
     def _new_inputs(self, cache: KVCache, bucket: Bucket) -> StaticInput:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -166,31 +202,33 @@ class StaticDecoder:
         rotary = self.decoder.rotary_table.upto(cache.capacity)
         return StaticInput(zeros(*shape), zeros(*shape), zeros(bucket.rows, 1), ancestors, rotary)
 
-    def _graph_or_none(self, *arguments: Any) -> Callable[[], TargetOutput] | None:
+    def _graph_or_none(self, blocks: Blocks, *arguments: Any) -> Callable[[], TargetOutput] | None:
         try:
-            return self._graph(*arguments)
+            with _CAPTURING:
+                return self._graph(blocks, *arguments)
         except RuntimeError as error:
             logger.warning("forwards run without CUDA graphs, more slowly, since a capture failed: %s", error)
             self.graphs = False
             return None
 
-    def _graph(self, *arguments: Any) -> Callable[[], TargetOutput]:
+    def _graph(self, blocks: Blocks, *arguments: Any) -> Callable[[], TargetOutput]:
         """Captures `static_forward` with these arguments.
 
         Source: PyTorch's notes on CUDA graphs: warm up on another stream, which also compiles, then capture.
         """
         here = torch.cuda.current_stream(self.device)
-        aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._aside = aside = self._aside or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        pool, graph = blocks.pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         aside.wait_stream(here)
+        # Around the capture as well: one that fails leaves its own stream the current one.
         with torch.cuda.stream(aside):
             for _ in range(2):
                 self._forward(*arguments)
+            # A server's other threads may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
+                out = self._forward(*arguments)
         here.wait_stream(aside)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # A server's other threads may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
-            out = self._forward(*arguments)
+        blocks.pool = pool
 
         def replay() -> TargetOutput:
             graph.replay()
