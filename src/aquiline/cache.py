@@ -26,7 +26,7 @@ class KVCache:
 
     Slots at or beyond ``lengths[row]`` hold garbage. All positions are kept; sliding windows
     are masks. Layers share one allocation so that `commit` moves all of them in one copy;
-    ``keys[layer]`` is a view.
+    ``keys(layer)`` is a view.
 
     Attributes:
         key_block: (layers, rows, kv_heads, capacity, key_dim).
@@ -41,6 +41,11 @@ class KVCache:
     lengths: Tensor
     max_capacity: int
     parts: tuple[KVCache, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Kept, so that torch.compile sees each layer as an input and writes into it; the views of one input are copied.
+        blocks = self.key_block, self.value_block
+        self._layers = [[block[layer] for layer in range(len(block))] for block in blocks]
 
     @property
     def rows(self) -> int:
@@ -59,11 +64,11 @@ class KVCache:
 
     def keys(self, layer: int) -> Tensor:
         """(rows, kv_heads, capacity, key_dim) view of one layer."""
-        return self.key_block[layer]
+        return self._layers[0][layer]
 
     def values(self, layer: int) -> Tensor:
         """(rows, kv_heads, capacity, value_dim) view of one layer."""
-        return self.value_block[layer]
+        return self._layers[1][layer]
 
     def reserve(self, positions: int) -> None:
         """Makes room for `positions` positions in every row; keeps the content.
@@ -85,6 +90,7 @@ class KVCache:
         size = min(-(-wanted // _BUCKET) * _BUCKET, max(self.max_capacity + SCRATCH, positions))
         self.key_block = _grown(self.key_block, size)
         self.value_block = _grown(self.value_block, size)
+        self.__post_init__()
         for part in self.parts:
             part.reserve(positions)
 

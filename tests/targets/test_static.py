@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -174,6 +175,28 @@ def test_each_bucket_is_compiled_once_into_one_graph() -> None:
                 torch.testing.assert_close(target.forward(inputs).logits, decoder.forward(inputs).logits)
                 buckets.add(static.bucket_of(inputs))
     assert counter.frame_count == len(buckets) > 8
+
+
+def test_compiled_forwards_write_into_each_layer_s_keys_themselves() -> None:
+    """A write through a view of an input would make inductor copy the whole cache for each token."""
+    decoder = copy.deepcopy(tiny.decoder("llama", torch.float32))
+    decoder.layers = decoder.layers[:2]
+    written: list[Tensor] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        changed = [
+            node.args[0] for node in graph.graph.nodes if node.target in (operator.setitem, "copy_", "index_put_")
+        ]
+        written.extend(inputs[given.index(node)] for node in changed)
+        return graph.forward
+
+    target = StaticDecoder(decoder, backend)
+    cache = filled(target, 1, {0: 3})
+    target.forward(tree_inputs(cache, 0, 4, chain=False))
+    layers = [*map(cache.keys, range(2)), *map(cache.values, range(2))]
+    assert {tensor.data_ptr() for tensor in written} == {tensor.data_ptr() for tensor in layers}
+    assert all(tensor.shape == layers[0].shape for tensor in written)
 
 
 def test_rows_that_sit_out_keep_their_tokens_and_stay_finite() -> None:

@@ -241,7 +241,8 @@ def attention_output(
         if frame.cells is None:
             block[placement.rows, :, placement.starts[0] : placement.starts[0] + placement.width] = new.transpose(1, 2)
         else:
-            block.transpose(1, 2)[frame.cells] = new
+            rows, slots = frame.cells
+            block[rows, :, slots] = new  # of the block itself: torch.compile would copy it to write through a view
     keys, values = read(cache, layer, placement)
     batch, width, heads, dim = q.shape
     kv_heads = keys.shape[1]
