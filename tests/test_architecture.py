@@ -45,6 +45,7 @@ TOPICS = {
     "native/test_instructions.py",
     "native/test_products.py",  # of matrix.h
     "native/test_sanitizers.py",
+    "renew/test_served.py",  # with `aquiline serve`
     "serve/test_page.py",
     "targets/test_deep_trees.py",
     "training/test_devices.py",

@@ -19,7 +19,7 @@ from aquiline.models.files import write_text
 from aquiline.renew.settings import open_renewal, read_settings
 from aquiline.renew.slices import NEWEST, ORIGINAL_SHARE, advance, train_settings
 from aquiline.renew.store import ConversationStore
-from aquiline.renew.versions import current
+from aquiline.renew.versions import current, events
 from aquiline.training.data.dataset import open_training_set
 from tests import tiny
 from tests.command_line import call
@@ -63,12 +63,14 @@ def test_a_killed_run_resumes_and_a_poisoned_store_changes_no_head(
     assert settings.init == str(folder / "versions" / "0000") and settings.workers == 1
     stage = [sys.executable, "-m", "aquiline.renew.slices", str(folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(stage, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(stage, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
     end = time.monotonic() + 300
     while not (folder / "training" / "run" / "checkpoint.pt").exists():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.01)
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    group = Path(f"/proc/{process.pid}/autogroup")
+    assert not group.is_file() or not group.read_text() or group.read_text().endswith("nice 19\n")
     process.kill()
     process.wait()
     served = current(folder)
@@ -76,11 +78,12 @@ def test_a_killed_run_resumes_and_a_poisoned_store_changes_no_head(
     weights(folder / "training" / "run")  # whole
     assert advance(folder) == "train"
     assert (folder / "training" / "run" / "head" / "README.md").is_file()
-    assert advance(folder) == "gate"
-    verdict = json.loads((folder / "training" / "verdict.json").read_text())
-    assert not verdict["better"] and verdict["base"] == 0 and "not clearly better" in verdict["reason"]
     found = json.loads(call(capsys, "renew", folder, "--json").out)
     assert found["current"] == 0 and found["training"] and found["store"]["conversations"] == 70
+    assert advance(folder) == "gate"
+    verdict = events(folder)[-1]
+    assert verdict["event"] == "rejected" and "not clearly better" in verdict["reason"]
+    assert not (folder / "training").exists()
 
 
 def test_the_newest_conversations_are_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from aquiline.renew.versions import add_version, current, events, record, roll_back, serve_version, versions
+from aquiline.renew.versions import (
+    add_version,
+    conclude,
+    current,
+    events,
+    record,
+    roll_back,
+    serve_version,
+    versions,
+)
 
 KILLED_AT_EACH_STEP = """
 import os, signal, sys
@@ -90,6 +101,28 @@ def test_the_pointer_decides_and_rollback_goes_to_the_parent(tmp_path: Path, hea
     assert [event["event"] for event in events(tmp_path)] == ["begin", "swap", "rollback", "rollback"]
     (tmp_path / "current").write_text("nonsense")
     assert current(tmp_path) == second
+
+
+@pytest.mark.parametrize(("better", "base"), [(True, 0), (False, 0), (True, 7)])
+def test_the_gate_decides(tmp_path: Path, head: Path, better: bool, base: int) -> None:
+    serve_version(tmp_path, add_version(tmp_path, head, None).number, "begin")
+    shutil.copytree(head, tmp_path / "training" / "run" / "head")
+    (tmp_path / "training" / "run" / "head" / "README.md").write_text("the candidate's card")
+    verdict = {"better": better, "reason": "measured", "base": base}
+    (tmp_path / "training" / "verdict.json").write_text(json.dumps(verdict))
+    (tmp_path / "training" / "log.txt").write_text("trained\n")
+    conclude(tmp_path)
+    served = current(tmp_path)
+    assert served is not None
+    if better and not base:
+        assert (served.number, served.parent, served.verdict["reason"]) == (1, 0, "measured")
+        assert (served.folder / "README.md").read_text() == "the candidate's card"
+    else:
+        assert served.number == 0 and len(versions(tmp_path)) == 1
+    expected = "dropped" if base else "swap" if better else "rejected"
+    assert [event["event"] for event in events(tmp_path)] == ["begin", expected]
+    assert not (tmp_path / "training").exists() and (tmp_path / "training-log.txt").read_text() == "trained\n"
+    assert json.loads((tmp_path / "state.json").read_text())["until"] > served.created
 
 
 def test_a_torn_event_is_left_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,19 @@ def _by_preset(name: str, usual: Any) -> str:
     return "; ".join((words("standard"), *others))
 
 
+target_setting = partial(setting, "smollm2", "alias, folder, GGUF file or hub id of the target")
+dtype_setting = partial(
+    setting, None, "dtype of the weights; int8 and int4 quantise them", shown="bfloat16 or float32, the faster here"
+)
+device_setting = partial(setting, "cpu", "where the target runs")
+threads_setting = partial(setting, None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
+
+
 @dataclass(frozen=True)
 class BenchSettings:
     """A run of the benchmark."""
 
-    target: str = setting("smollm2", "alias, folder, GGUF file or hub id of the target")
+    target: str = target_setting()
     methods: tuple[str, ...] = setting(
         (), "measure these methods beside plain decoding; one whose head is missing is an error", shown="all available"
     )
@@ -80,11 +89,9 @@ class BenchSettings:
     )  # fmt: skip
     batch_task: str | None = setting(None, "task for batch sizes above 1", shown="mt_bench, else the first task")
     heads: tuple[tuple[str, str], ...] = setting((), "(kind, folder) pairs of heads that do not ship")
-    dtype: str | None = setting(
-        None, "dtype of the weights; int8 and int4 quantise them", shown="bfloat16 or float32, the faster here"
-    )
-    device: str = setting("cpu", "where the target runs")
-    threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
+    dtype: str | None = dtype_setting()
+    device: str = device_setting()
+    threads: int | None = threads_setting()
     seed: int = setting(0, "seed of sampled answers", allowed=SEEDS)
     output: str = setting("bench-results", "folder for the results; an interrupted run there is resumed")
     cost_curve: bool = setting(True, "time the target's forward by its number of tokens")
@@ -103,7 +110,7 @@ class BenchSettings:
 class TuneSettings:
     """A tuning run."""
 
-    target: str = setting("smollm2", "alias, folder, GGUF file or hub id of the target")
+    target: str = target_setting()
     draft: str = setting(
         "auto", "head to tune: a shipped name, a folder or a hub id; auto takes those that ship for the target"
     )
@@ -118,11 +125,9 @@ class TuneSettings:
         3, "trees of each drafter that are measured beside plain decoding and the default", unit="trees", allowed="≥ 1"
     )
     output: str = setting("tuned.json", "file to write")
-    dtype: str | None = setting(
-        None, "dtype of the weights; int8 and int4 quantise them", shown="bfloat16 or float32, the faster here"
-    )
-    device: str = setting("cpu", "where the target runs")
-    threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
+    dtype: str | None = dtype_setting()
+    device: str = device_setting()
+    threads: int | None = threads_setting()
 
     def __post_init__(self) -> None:
         check_settings(self)

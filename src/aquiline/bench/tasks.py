@@ -12,7 +12,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 EMBEDDED = Path(__file__).parent / "prompts"
 """Our own questions, five for each of the papers' six tasks."""
@@ -93,7 +95,7 @@ def load_questions(
     for task, given in zip(wanted, tasks or wanted, strict=True):
         if task not in found:
             raise ValueError(f"unknown task {given!r}; allowed: {', '.join(_ordered(found)) or 'none'}")
-    chosen = [q for task in dict.fromkeys(wanted) for q in _spread(found[task], per_task)]
+    chosen = [q for task in dict.fromkeys(wanted) for q in spread(found[task], per_task)]
     if not chosen:
         raise ValueError(f"no questions in {', '.join(map(str, sources))}; give a folder or file with questions")
     return chosen
@@ -104,10 +106,11 @@ def _ordered(found: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda task: (order.get(task, len(order)), task))
 
 
-def _spread(questions: Sequence[Question], count: int | None) -> list[Question]:
-    if count is None or count >= len(questions):
-        return list(questions)
-    return [questions[i * len(questions) // count] for i in range(count)]
+def spread(items: Sequence[T], count: int | None) -> list[T]:
+    """At most `count` items, spread evenly over all; None keeps all."""
+    if count is None or count >= len(items):
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def _files(sources: Sequence[str | Path]) -> list[Path]:

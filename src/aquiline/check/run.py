@@ -15,7 +15,7 @@ from aquiline.bench.recorder import Recorder
 from aquiline.bench.records import Record
 from aquiline.bench.runner import encode_turns, open_bed
 from aquiline.bench.settings import BenchSettings
-from aquiline.bench.tasks import load_questions
+from aquiline.bench.tasks import load_questions, spread
 from aquiline.check.card import promises
 from aquiline.check.diagnosis import LEAST, Diagnosis, diagnose
 from aquiline.check.findings import acceptance_findings, other_findings, reading_findings
@@ -125,8 +125,7 @@ def prompt_cases(settings: CheckSettings, bed: Bed) -> list[Case]:
             f"no prompt leaves room for {settings.max_new_tokens} tokens in the context of "
             f"{bed.target.shape.max_positions}; give shorter prompts"
         )
-    count = min(settings.num_prompts, len(found))
-    return [found[i * len(found) // count] for i in range(count)]
+    return spread(found, settings.num_prompts)
 
 
 def plain_outputs(bed: Bed, cases: Sequence[Case], advance: Advance) -> list[list[int]]:
@@ -253,8 +252,7 @@ def _assumed(settings: CheckSettings, bed: Bed, cases: Sequence[Case]) -> CheckR
 
     timed = cases[:TIMED]
     long = [measure(bed, Method("long", make(Chain(settings.depth)), ""), case) for case in timed]
-    costs = measure_costs(bed, make, timed, long)
-    forecasts = forecast(settings.alpha, costs)
+    forecasts = forecast(settings.alpha, measure_costs(bed, make, timed, long))
     return CheckReport(None, bed.name, 0, (), (), (), (), None, None, forecasts, None, ())
 
 

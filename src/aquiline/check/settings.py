@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aquiline.bench.settings import device_setting, dtype_setting, target_setting, threads_setting
 from aquiline.checks import SEEDS, check_settings, check_value, setting
 
 
@@ -11,7 +12,7 @@ from aquiline.checks import SEEDS, check_settings, check_value, setting
 class CheckSettings:
     """A check of a head, of acceptance that is only assumed, or of losslessness."""
 
-    target: str = setting("smollm2", "alias, folder, GGUF file or hub id of the target")
+    target: str = target_setting()
     head: str | None = setting(None, "the head: shipped name, folder, GGUF file or hub id")
     prompts: tuple[str, ...] = setting((), "files or folders of prompts", shown="the embedded questions")
     alpha: tuple[float, ...] = setting((), "acceptance by depth of a head that is not there yet", allowed="0 … 1")
@@ -22,11 +23,9 @@ class CheckSettings:
     depth: int = setting(5, "length of the drafted chains", unit="tokens", allowed="≥ 2")
     temperature: float = setting(0.8, "of the seeded outputs of --lossless", allowed="> 0")
     seed: int = setting(0, "of the seeded outputs of --lossless", allowed=SEEDS)
-    dtype: str | None = setting(
-        None, "dtype of the weights; int8 and int4 quantise them", shown="bfloat16 or float32, the faster here"
-    )
-    device: str = setting("cpu", "where the target runs")
-    threads: int | None = setting(None, "CPU threads", allowed="≥ 1", shown="PyTorch's choice")
+    dtype: str | None = dtype_setting()
+    device: str = device_setting()
+    threads: int | None = threads_setting()
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -1,30 +1,27 @@
 """The gate: only a head that is clearly faster on new conversations, and no slower on the original ones, is served.
 
-Both heads draft on the same texts, by the forward of training, and their acceptance is turned into tokens/s with this
-machine's costs. The gain's interval comes from drawing conversations with replacement, the same ones for both heads.
+Both heads draft on the same texts, by the forward of training. They have the same sizes, so a step costs the same with
+either, and the ratio of their forecast tokens/s is that of their tokens per step. Its interval comes from drawing
+conversations with replacement, the same ones for both heads.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from aquiline.bench.measure import Case, measure
-from aquiline.bench.methods import Bed, Method
-from aquiline.check.forced import Answer, Forced, capture, forced_chains
-from aquiline.check.forecast import StepCosts, expected_tokens, forecast, measure_costs, resampled
+from aquiline.bench.tasks import spread
+from aquiline.check.forced import Forced, capture, forced_chains
+from aquiline.check.forecast import expected_tokens, resampled
 from aquiline.check.intervals import alphas
 from aquiline.check.readings import Reading, as_stored, features_of
 from aquiline.checkpoints.open import open_head, stored_eagle
-from aquiline.drafters.drafter import Drafter
-from aquiline.drafters.trees import Chain
-from aquiline.engine.drafting import make_drafter
 from aquiline.loading import load
-from aquiline.renew.settings import RenewSettings
+from aquiline.renew.settings import LONGEST, RenewSettings
+from aquiline.targets.target import Target
 from aquiline.training.data.dataset import TrainingSet, open_training_set
 
 WORTH, LOSS = 0.01, 0.01
@@ -36,21 +33,15 @@ FEWEST = 12
 MOST = 60
 """Conversations of the original sets that are measured."""
 
-LONGEST = 512
-"""Tokens of a conversation that are measured."""
-
-_TIMED = 3
-"""Conversations on which the costs of a step are measured."""
-
 
 @dataclass(frozen=True)
 class Gain:
-    """Forecast speeds on one kind of text.
+    """Speeds on one kind of text.
 
     Attributes:
-        old: tokens/s of the served head.
-        new: of the candidate.
-        gain: new over old, less 1.
+        old: tokens per step with the served head.
+        new: with the candidate.
+        gain: of tokens/s, new over old, less 1.
         low: lower end of its 95 % interval.
         high: upper end.
         old_alphas: n-α of the served head.
@@ -97,14 +88,10 @@ def judge(settings: RenewSettings, old: Path, new: Path, held_out: Path) -> Verd
     if len(texts) < FEWEST:
         return Verdict(False, f"{len(texts)} held-out conversations; {FEWEST} are needed")
     original = list(_texts([open_training_set(path, split="validation") for path in settings.data]))
-    loaded = load(settings.target, None, dtype=settings.dtype, device=settings.device)
-    name = Path(settings.target).name
-    bed = Bed(loaded.target, loaded.tokenizer, loaded.engine.end_ids, loaded.target_path, name, {})
-    costs = undisturbed(lambda: _costs(bed, old, texts[:_TIMED], settings.depth))
-    readings = [as_stored(stored_eagle(open_head(head, bed.target.shape))) for head in (old, new)]
-    served = compare(bed, readings, texts, costs, settings.depth)
-    kept = compare(bed, readings, spread(original, MOST), costs, settings.depth)
-    return decide(served, kept)
+    target = load(settings.target, None, dtype=settings.dtype, device=settings.device).target
+    readings = [as_stored(stored_eagle(open_head(head, target.shape))) for head in (old, new)]
+    served = compare(target, readings, texts, settings.depth)
+    return decide(served, compare(target, readings, spread(original, MOST), settings.depth))
 
 
 def decide(served: Gain | None, original: Gain | None) -> Verdict:
@@ -121,7 +108,7 @@ def decide(served: Gain | None, original: Gain | None) -> Verdict:
 
 
 def compare(
-    bed: Bed, readings: Sequence[Reading], texts: Sequence[tuple[list[int], int]], costs: StepCosts, depth: int
+    target: Target, readings: Sequence[Reading], texts: Sequence[tuple[list[int], int]], depth: int
 ) -> Gain | None:
     """Forecasts both heads on the same texts.
 
@@ -136,15 +123,15 @@ def compare(
     names = features_of(list(readings))
     chains: list[list[Forced]] = [[], []]
     for tokens, prompt_length in texts:
-        answer: Answer = capture(bed.target, tokens, prompt_length, names)
+        answer = capture(target, tokens, prompt_length, names)
         if answer.starts:
             for reading, found in zip(readings, chains, strict=True):
-                found += forced_chains(reading, [answer], bed.target, depth)
+                found += forced_chains(reading, [answer], target, depth)
     if not chains[0]:
         return None
     counts = [([c.accepted for c in found], [c.offered for c in found]) for found in chains]
     rates = [tuple(rate.value for rate in alphas(*each)) for each in counts]
-    old, new = (forecast(each, costs, longest=depth)[depth].tokens_per_second for each in rates)
+    old, new = (expected_tokens(each, depth) for each in rates)
     # The draws of both heads begin with one seed: they are of the same conversations.
     pairs = zip(*(resampled(*each) for each in counts), strict=True)
     gains = [expected_tokens(theirs, depth) / expected_tokens(mine, depth) - 1 for mine, theirs in pairs]
@@ -161,40 +148,3 @@ def _texts(sets: Sequence[TrainingSet]) -> Iterator[tuple[list[int], int]]:
                 silent = (~each.loss_mask[said[0] : LONGEST]).nonzero()[0]
                 end = int(said[0]) + int(silent[0]) if len(silent) else LONGEST
                 yield each.input_ids[:end].tolist(), int(said[0])
-
-
-def spread(texts: Sequence[tuple[list[int], int]], count: int) -> list[tuple[list[int], int]]:
-    """At most `count` texts, evenly spread."""
-    kept = min(count, len(texts))
-    return [texts[i * len(texts) // kept] for i in range(kept)]
-
-
-def _costs(bed: Bed, head: Path, texts: Sequence[tuple[list[int], int]], depth: int) -> StepCosts:
-    def make(chain: Chain) -> Drafter:
-        drafter = make_drafter(head, chain, bed.target, None).drafter
-        assert drafter is not None
-        return drafter
-
-    cases = [Case("served", (str(i),), 0, (tuple(t[:n]),), 0.0, 32) for i, (t, n) in enumerate(texts)]
-    long = [measure(bed, Method("long", make(Chain(depth)), ""), case) for case in cases]
-    return measure_costs(bed, make, cases, long)
-
-
-def undisturbed(measured: Callable[[], StepCosts]) -> StepCosts:
-    """Measures again until no pause came in between, at most five times: a paused process times the pause."""
-    pauses = 0
-
-    def count(number: int, frame: object) -> None:
-        nonlocal pauses
-        pauses += 1
-
-    before = signal.signal(signal.SIGCONT, count)
-    try:
-        for _ in range(5):
-            start = pauses
-            found = measured()
-            if pauses == start:
-                break
-    finally:
-        signal.signal(signal.SIGCONT, before)
-    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +20,10 @@ from typing import Any
 
 from aquiline.engine.request import GenerationOutput
 from aquiline.loading import Loaded
-from aquiline.models.files import read_json, write_text
+from aquiline.models.files import read_json
 from aquiline.renew.settings import open_renewal
 from aquiline.renew.store import ConversationStore, read_store
-from aquiline.renew.versions import add_version, current, record, roll_back, serve_version
+from aquiline.renew.versions import current, end_candidate, record, roll_back
 from aquiline.serve.server import Companion
 
 logger = logging.getLogger("aquiline")
@@ -37,6 +36,9 @@ QUIET = 5.0
 
 PATIENCE = 60.0
 """Seconds that a stopped process is kept in memory before it is killed."""
+
+RECHECK = 60.0
+"""Seconds between two counts of the stored conversations."""
 
 LEAST_TOKENS = 30_000
 """Tokens of new conversations that are worth a training."""
@@ -68,7 +70,7 @@ class Renewal:
         self._quiet_since = time.monotonic()
         self._paused_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._checked = 0.0
+        self._checked = -RECHECK
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aquiline-renewal", daemon=True)
         if served.number:
@@ -147,16 +149,18 @@ class Renewal:
                 self._start_stage()
         elif process.poll() is not None:
             self._process = self._paused_since = None
-            self._finish_stage(process.returncode)
+            if process.returncode:
+                log = self.folder / "training-log.txt"
+                raise RuntimeError(f"a training process ended with {process.returncode}; see {log}")
         elif self._paused_since is not None:
             process.send_signal(signal.SIGCONT)
             self._paused_since = None
 
     def _due(self) -> bool:
-        """Whether a candidate is in training, or enough was served since the last one; looked up once a minute."""
+        """Whether a candidate is in training, or enough was served since the last one."""
         if (self.folder / "training").is_dir():
             return True
-        if time.monotonic() - self._checked < 60:
+        if time.monotonic() - self._checked < RECHECK:
             return False
         self._checked = time.monotonic()
         mark = self.folder / "state.json"
@@ -178,35 +182,10 @@ class Renewal:
                 start_new_session=True,
             )
 
-    def _finish_stage(self, code: int) -> None:
-        if code:
-            raise RuntimeError(f"a training process ended with {code}; see {self.folder / 'training-log.txt'}")
-        if (self.folder / "training" / "verdict.json").is_file():
-            self._conclude()
-
-    def _conclude(self) -> None:
-        """Serves the candidate or drops it, as the gate decided."""
-        work = self.folder / "training"
-        verdict = read_json(work / "verdict.json", "remove the folder")
-        base, served = verdict.pop("base"), current(self.folder)
-        if served is None or served.number != base:
-            record(self.folder, "dropped", reason=f"it was trained from version {base}, which is no longer served")
-        elif verdict["better"]:
-            made = add_version(self.folder, work / "run" / "head", base, verdict)
-            serve_version(self.folder, made.number, "swap", reason=verdict["reason"])
-        else:
-            record(self.folder, "rejected", reason=verdict["reason"])
-            logger.info("the renewed head is not served: %s", verdict["reason"])
-        self._give_up()
-
     def _give_up(self) -> None:
-        """Ends the candidate; the next one waits for new conversations."""
+        """Ends a candidate that failed."""
         self._kill()
-        work = self.folder / "training"
-        if (work / "log.txt").is_file():
-            os.replace(work / "log.txt", self.folder / "training-log.txt")
-        write_text(self.folder / "state.json", f'{{"until": {time.time()}}}\n')
-        shutil.rmtree(work, ignore_errors=True)
+        end_candidate(self.folder)
 
     # -- the served head ----------------------------------------------------------------------------
 

@@ -12,6 +12,9 @@ from aquiline.models.files import read_json, write_text
 from aquiline.models.resolve import target_fingerprint
 from aquiline.renew.versions import add_version, serve_version, versions
 
+LONGEST = 2048
+"""Tokens of the longest conversation that is trained on and measured: longer ones take too much memory and time."""
+
 
 @dataclass(frozen=True)
 class RenewSettings:
@@ -72,9 +75,8 @@ def open_renewal(folder: Path, target: Path, head: Path, settings: Mapping[str, 
         )
     if not head.is_dir():
         raise ValueError(f"{head} is a file; allowed: a head's folder, which a version can copy")
-    made = RenewSettings(
-        str(target.resolve()), fingerprint, train=before.train if before else {}, **{**settings, "data": data}
-    )
+    kept = {"train": before.train} if before else {}
+    made = RenewSettings(str(target.resolve()), fingerprint, **{**kept, **settings, "data": data})
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_text(folder / "settings.json", json.dumps(asdict(made), indent=2))
     if not versions(folder):

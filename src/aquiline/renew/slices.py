@@ -2,8 +2,8 @@
 
     python -m aquiline.renew.slices FOLDER
 
-does the next stage: writes the training set, trains (a killed run resumes from its checkpoint), or asks the gate.
-The results lie in FOLDER/training.
+does the next stage: writes the training set, trains (a killed run resumes from its checkpoint), or asks the gate and
+acts on its verdict. The candidate lies in FOLDER/training until then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ from aquiline.models.cache_folder import appearing_whole
 from aquiline.models.files import write_text
 from aquiline.models.tokenizer import token_table
 from aquiline.renew.gate import judge
-from aquiline.renew.settings import RenewSettings, read_settings
+from aquiline.renew.settings import LONGEST, RenewSettings, read_settings
 from aquiline.renew.store import Conversation, read_store
-from aquiline.renew.versions import current
+from aquiline.renew.versions import conclude, current
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set
 from aquiline.training.loop import train
 from aquiline.training.settings import TrainSettings
@@ -63,12 +64,14 @@ def advance(folder: Path) -> str:
         version = int(open_training_set(work / "set").manifest["base"])
         verdict = judge(settings, folder / "versions" / f"{version:04d}", work / "run" / "head", work / "set")
         write_text(work / "verdict.json", json.dumps(asdict(verdict) | {"base": version}))
+    conclude(folder)
     return "gate"
 
 
 def write_set(folder: Path, settings: RenewSettings) -> None:
     """Writes the stored conversations as a training set; the newest are its validation split."""
-    served, found = current(folder), read_store(folder / "conversations")
+    served = current(folder)
+    found = [each for each in read_store(folder / "conversations") if len(each.tokens) <= LONGEST]
     assert served is not None, "a renewal begins with a version"
     held = min(int(len(found) * HELD_OUT), MOST_HELD_OUT)
     splits = {"train": _newest(found[: len(found) - held]), "validation": found[len(found) - held :]}
@@ -111,21 +114,28 @@ def train_settings(folder: Path, settings: RenewSettings) -> TrainSettings:
     """The run of a candidate; the same each time, so that it can resume."""
     made = open_training_set(folder / "training" / "set")
     base = folder / "versions" / f"{int(made.manifest['base']):04d}"
-    sizes = [float(open_training_set(path).lengths.sum()) for path in settings.data]
+    original = [open_training_set(path) for path in settings.data]
+    sizes = [float(each.lengths.sum()) for each in original]
     weights = [ORIGINAL_SHARE * size / sum(sizes) for size in sizes]
+    longest = max(int(each.lengths.max()) for each in (made, *original))
     positions = int(EPOCHS * made.lengths.sum() / (1 - ORIGINAL_SHARE))
     usual = TrainSettings(settings.target, ("",), "", "eagle3")
     fields: dict[str, Any] = {
         "target": settings.target,
         "data": (*settings.data, str(folder / "training" / "set")),
         "data_weights": (*weights, 1 - ORIGINAL_SHARE),
+        # For the card: the gate measures on the original data.
+        "validation": (str(folder / "training" / "set"),),
+        "validate_positions": max(positions, 1),
         "output": str(folder / "training" / "run"),
         "init": str(base),
         "kind": open_head(base).kind,
+        "max_length": min(longest, LONGEST),
         "total_positions": max(positions, 1),
         "warmup_positions": positions // 20,
         "decay_share": 0.5,
-        "batch_positions": 2048,
+        "ttt_steps": 3,
+        "batch_positions": 1024,
         "lr": RATE * usual.lr,
         "muon_lr": RATE * usual.muon_lr,
         "save_minutes": 0.5,
@@ -139,6 +149,9 @@ def lower_priority() -> None:
     os.nice(19)
     torch.set_num_threads(1)
     if sys.platform == "linux":
+        with suppress(OSError):  # not every kernel groups sessions
+            # Niceness counts within a session alone; this lowers the session against all others.
+            Path("/proc/self/autogroup").write_text("19")
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:

@@ -3,6 +3,7 @@
     FOLDER/versions/0003/   config.json, model.safetensors, README.md (the card), version.json
     FOLDER/current          "0003"
     FOLDER/events.jsonl     swaps, rejections and rollbacks
+    FOLDER/training/        the candidate, while there is one
 
 A version appears with its config.json, which is written last, and the pointer moves by one rename: a kill at any
 moment leaves a head that can be served.
@@ -11,6 +12,7 @@ moment leaves a head that can be served.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -105,6 +107,30 @@ def roll_back(folder: Path, reason: str, number: int | None = None) -> int:
         number = served.parent
     serve_version(folder, number, "rollback", reason=reason, given_up=None if served is None else served.number)
     return number
+
+
+def conclude(folder: Path) -> None:
+    """Serves the candidate or drops it, as the gate decided; a second call after a kill adds nothing that is served."""
+    work = folder / "training"
+    verdict = read_json(work / "verdict.json", "remove the folder")
+    base, served = verdict.pop("base"), current(folder)
+    if served is None or served.number != base:
+        record(folder, "dropped", reason=f"it was trained from version {base}, which is no longer served")
+    elif verdict["better"]:
+        made = add_version(folder, work / "run" / "head", base, verdict)
+        serve_version(folder, made.number, "swap", reason=verdict["reason"])
+    else:
+        record(folder, "rejected", reason=verdict["reason"])
+    end_candidate(folder)
+
+
+def end_candidate(folder: Path) -> None:
+    """Removes the candidate and keeps its log; the next one waits for new conversations."""
+    work = folder / "training"
+    if (work / "log.txt").is_file():
+        os.replace(work / "log.txt", folder / "training-log.txt")
+    write_text(folder / "state.json", f'{{"until": {time.time()}}}\n')
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def record(folder: Path, event: str, **facts: Any) -> None:

@@ -39,12 +39,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
-        self._model = model
-
-        def made(kind: Any, name: str, text: str, labels: Sequence[str] = (), **more: Any) -> Any:
-            found = kind(name, text, ["model_name", *labels], registry=self.registry, **more)
-            return found if labels else found.labels(model_name=model)
-
+        self._model, made = model, self._made
         self.prompt_tokens = made(Counter, "vllm:prompt_tokens", "Prompt tokens.")
         self.generation_tokens = made(Counter, "vllm:generation_tokens", "Emitted tokens.")
         self.success = made(Counter, "vllm:request_success", "Finished outputs.", ["finished_reason"])
@@ -67,24 +62,24 @@ class Metrics:
         self.acceptance = made(Gauge, name, "Running n-α by what drafted.", ["method", "position"])
         self.alarms = made(Counter, "aquiline:acceptance_alarms", "Falls of acceptance.", ["method"])
         self._watch, self._raised = watch, dict[str, int]()
-        self._gauge(made, slots, running, waiting)
+        rate = f"Emitted tokens per second of the last {_WINDOW:.0f} s."
+        self.gauge("vllm:num_requests_running", "Requests in a slot.", running)
+        self.gauge("vllm:num_requests_waiting", "Requests that wait for a slot.", waiting)
+        self.gauge("aquiline:slots", "Slots.", lambda: slots)
+        self.gauge("aquiline:mean_accept_length", "Tokens per target forward.", self._tau)
+        self.gauge("aquiline:tokens_per_second", rate, self._rate)
         self._steps = self._accepted = 0
         self._recent: deque[tuple[float, int]] = deque()
 
-    def _gauge(
-        self, made: Callable[..., Any], slots: int, running: Callable[[], int], waiting: Callable[[], int]
-    ) -> None:
+    def _made(self, kind: Any, name: str, text: str, labels: Sequence[str] = (), **more: Any) -> Any:
+        found = kind(name, text, ["model_name", *labels], registry=self.registry, **more)
+        return found if labels else found.labels(model_name=self._model)
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Adds a gauge whose value is read whenever the metrics are."""
         from prometheus_client import Gauge
 
-        rate = f"Emitted tokens per second of the last {_WINDOW:.0f} s."
-        for name, text, read in (
-            ("vllm:num_requests_running", "Requests in a slot.", running),
-            ("vllm:num_requests_waiting", "Requests that wait for a slot.", waiting),
-            ("aquiline:slots", "Slots.", lambda: slots),
-            ("aquiline:mean_accept_length", "Tokens per target forward.", self._tau),
-            ("aquiline:tokens_per_second", rate, self._rate),
-        ):
-            made(Gauge, name, text).set_function(read)
+        self._made(Gauge, name, text).set_function(read)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -66,8 +66,10 @@ class Server:
             raise ValueError("a server needs a tokenizer; give a target folder that has one")
         scheduler = Scheduler(loaded.engine, self.settings.max_queue, self.settings.served_model_name)
         if self.accompany is not None:
-            self._companion = self.accompany(loaded, lambda: scheduler.running + scheduler.waiting > 0)
-            scheduler.keep = self._companion.keep
+            companion = self.accompany(loaded, lambda: scheduler.running + scheduler.waiting > 0)
+            scheduler.keep, self._companion = companion.keep, companion
+            version = "Version of the head that drafts, counted from 0."
+            scheduler.metrics.gauge("aquiline:head_version", version, lambda: companion.health()["version"])
         scheduler.start()
         self.loaded, self.scheduler = loaded, scheduler
 
