@@ -80,10 +80,15 @@ def test_a_killed_run_resumes_and_a_poisoned_store_changes_no_head(
     assert (folder / "training" / "run" / "head" / "README.md").is_file()
     found = json.loads(call(capsys, "renew", folder, "--json").out)
     assert found["current"] == 0 and found["training"] and found["store"]["conversations"] == 70
+    assert found["store"]["new_answer_tokens"] == 70 * 14
     assert advance(folder) == "gate"
     verdict = events(folder)[-1]
     assert verdict["event"] == "rejected" and "not clearly better" in verdict["reason"]
     assert not (folder / "training").exists()
+    shown = call(capsys, "renew", folder).out
+    assert "new answers: 0 tokens of the 30,000" in shown and "rejected: not clearly better" in shown
+    refused = call(capsys, "renew", folder, "--rollback", -3)
+    assert refused.code == 2 and "version is -3; allowed: 0" in refused.error
 
 
 def test_the_newest_conversations_are_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.renew.store import ConversationStore, read_store, segments
+from aquiline.renew.store import ConversationStore, answer_tokens, read_store, segments
 
 
 def test_conversations_come_back_in_order_and_once(tmp_path: Path) -> None:
@@ -48,3 +48,14 @@ def test_damaged_lines_are_left_out(tmp_path: Path, damage: bytes) -> None:
     (file,) = segments(tmp_path)
     file.write_bytes(file.read_bytes() + damage)
     assert [each.tokens for each in read_store(tmp_path)] == [(1, 2, 3, 4, 5)]
+
+
+def test_answers_since_the_last_candidate_are_counted(tmp_path: Path) -> None:
+    store = ConversationStore(tmp_path)
+    store.add([1, 2], [3, 4, 5, 6])
+    store.add([7], [8, 9, 10, 11, 12])
+    store.add([1, 2], [3, 4, 5, 6])
+    first, second = read_store(tmp_path)
+    assert answer_tokens([first, second], 0.0) == 9
+    assert answer_tokens([first, second], first.time) == 5, "a repeated answer is as old as its first"
+    assert answer_tokens([first, second], second.time) == answer_tokens([], 0.0) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -17,7 +18,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--rollback",
         nargs="?",
         type=int,
-        const=-1,
+        default=False,
+        const=None,
         metavar="VERSION",
         help="serve the version before the present one, or this one; a running server swaps within seconds (≥ 0)",
     )
@@ -32,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = user_path(arguments.folder)
     read_settings(folder)
-    if arguments.rollback is not None:
-        number = roll_back(folder, "asked for", None if arguments.rollback < 0 else arguments.rollback)
+    if arguments.rollback is not False:
+        number = roll_back(folder, "asked for", arguments.rollback)
         print(json.dumps({"version": number}) if arguments.json else f"version {number} is served")
         return 0
     found = _status(folder)
@@ -41,11 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _status(folder: Any) -> dict[str, Any]:
-    from aquiline.renew.store import read_store, segments
-    from aquiline.renew.versions import current, events, versions
+def _status(folder: Path) -> dict[str, Any]:
+    from aquiline.renew.settings import LEAST_TOKENS
+    from aquiline.renew.store import answer_tokens, read_store, segments
+    from aquiline.renew.versions import current, events, last_candidate, versions
 
-    served, kept, files = current(folder), read_store(folder / "conversations"), segments(folder / "conversations")
+    served, conversations = current(folder), folder / "conversations"
+    kept, files = read_store(conversations), segments(conversations)
     return {
         "current": None if served is None else served.number,
         "versions": [
@@ -56,6 +60,8 @@ def _status(folder: Any) -> dict[str, Any]:
             "conversations": len(kept),
             "tokens": sum(len(each.tokens) for each in kept),
             "bytes": sum(file.stat().st_size for file in files),
+            "new_answer_tokens": answer_tokens(kept, last_candidate(folder)),
+            "needed": LEAST_TOKENS,
         },
         "training": (folder / "training").is_dir(),
         "events": events(folder)[-20:],
@@ -66,6 +72,7 @@ def _shown(found: dict[str, Any]) -> str:
     store = found["store"]
     lines = [
         f"store: {store['conversations']:,} conversations, {store['tokens']:,} tokens, {store['bytes'] / 1e6:.1f} MB",
+        f"new answers: {store['new_answer_tokens']:,} tokens of the {store['needed']:,} that begin a training",
         f"candidate in training: {'yes' if found['training'] else 'no'}",
         "versions:",
     ]
@@ -75,8 +82,9 @@ def _shown(found: dict[str, Any]) -> str:
         lines.append(f"{mark} {version['number']:4d}  {_date(version['created'])}  {reason}")
     lines.append("events:")
     for event in found["events"]:
-        facts = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("time", "event"))
-        lines.append(f"  {_date(event['time'])}  {event['event']}: {facts}")
+        facts = [f"{name.replace('_', ' ')} {event[name]}" for name in ("version", "given_up") if name in event]
+        facts += [str(event[name]) for name in ("reason", "error") if name in event]
+        lines.append(f"  {_date(event['time'])}  {event['event']}: {'; '.join(facts)}")
     return "\n".join(lines)
 
 

@@ -20,10 +20,9 @@ from typing import Any
 
 from aquiline.engine.request import GenerationOutput
 from aquiline.loading import Loaded
-from aquiline.models.files import read_json
-from aquiline.renew.settings import open_renewal
-from aquiline.renew.store import ConversationStore, read_store
-from aquiline.renew.versions import current, end_candidate, record, roll_back
+from aquiline.renew.settings import LEAST_TOKENS, open_renewal
+from aquiline.renew.store import ConversationStore, answer_tokens, read_store
+from aquiline.renew.versions import current, end_candidate, last_candidate, record, roll_back
 from aquiline.serve.server import Companion
 
 logger = logging.getLogger("aquiline")
@@ -39,9 +38,6 @@ PATIENCE = 60.0
 
 RECHECK = 60.0
 """Seconds between two counts of the stored conversations."""
-
-LEAST_TOKENS = 30_000
-"""Tokens of new conversations that are worth a training."""
 
 PROBATION = 100_000
 """Judged first drafts after a swap within which a fall of acceptance takes the head back."""
@@ -71,6 +67,7 @@ class Renewal:
         self._paused_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._checked = -RECHECK
+        self._kept = LEAST_TOKENS  # answer tokens since the last count, with repeated answers; earlier starts kept some
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aquiline-renewal", daemon=True)
         if served.number:
@@ -93,6 +90,7 @@ class Renewal:
         """Stores a finished output; a disk that is full costs the conversation, not the request."""
         try:
             self._store.add(output.prompt_tokens, output.token_ids)
+            self._kept += len(output.token_ids)
         except OSError as error:
             logger.warning("a conversation was not kept: %s", error)
 
@@ -160,13 +158,13 @@ class Renewal:
         """Whether a candidate is in training, or enough was served since the last one."""
         if (self.folder / "training").is_dir():
             return True
-        if time.monotonic() - self._checked < RECHECK:
+        now = time.monotonic()
+        if self._kept < LEAST_TOKENS or now - self._checked < RECHECK:
             return False
-        self._checked = time.monotonic()
-        mark = self.folder / "state.json"
-        until = float(read_json(mark, "remove it")["until"]) if mark.is_file() else 0.0
-        new = [each for each in read_store(self.folder / "conversations") if each.time > until]
-        return sum(len(each.tokens) - each.prompt_length for each in new) >= LEAST_TOKENS
+        # Reading a large store takes a second of the server: only where there may be enough.
+        self._checked = now
+        self._kept = answer_tokens(read_store(self.folder / "conversations"), last_candidate(self.folder))
+        return self._kept >= LEAST_TOKENS
 
     def _start_stage(self) -> None:
         work = self.folder / "training"

@@ -12,6 +12,9 @@ from aquiline.models.files import read_json, write_text
 from aquiline.models.resolve import target_fingerprint
 from aquiline.renew.versions import add_version, serve_version, versions
 
+LEAST_TOKENS = 30_000
+"""Answer tokens of new conversations that are worth a training."""
+
 LONGEST = 2048
 """Tokens of the longest conversation that is trained on and measured: longer ones take too much memory and time."""
 

@@ -111,3 +111,8 @@ def read_store(folder: Path) -> list[Conversation]:
             if 0 < length < len(tokens):
                 found.setdefault(tokens, each)
     return list(found.values())
+
+
+def answer_tokens(conversations: Sequence[Conversation], since: float) -> int:
+    """Tokens of the answers that ended after `since`, in seconds since the epoch."""
+    return sum(len(each.tokens) - each.prompt_length for each in conversations if each.time > since)

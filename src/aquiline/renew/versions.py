@@ -133,6 +133,12 @@ def end_candidate(folder: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
 
 
+def last_candidate(folder: Path) -> float:
+    """When the last candidate ended, in seconds since the epoch; 0 if there was none."""
+    mark = folder / "state.json"
+    return float(read_json(mark, "remove it")["until"]) if mark.is_file() else 0.0
+
+
 def record(folder: Path, event: str, **facts: Any) -> None:
     """Appends an event to the record."""
     line = json.dumps({"time": time.time(), "event": event, **facts})
