@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.prices import Costs, Prices
 from aquiline.drafters.trees import Chain
+from aquiline.native.library import Race
+from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.targets.native import NativeDecoder, native
 from tests.drafters.loop import extend, rows_of
 from tests.tiny import decoder, head
@@ -21,6 +24,19 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"norm_output": True, "num_layers": 2}),
     ("eagle", {"fc_bias": True}),
 ]
+
+
+GREEDY = SamplingParams()
+SETTINGS = {
+    "greedy": (GREEDY,) * 3,
+    "sampled": (SamplingParams(temperature=90.0), SamplingParams(temperature=40.0, top_k=5), GREEDY),
+    "filtered": (
+        SamplingParams(temperature=70.0, top_p=0.9),
+        SamplingParams(temperature=90.0, min_p=0.05),
+        SamplingParams(temperature=60.0, top_k=30, top_p=0.95),
+    ),
+}
+"""By row. The tiny models' logits are in the hundreds, and so are temperatures that matter."""
 
 
 def made(kind: str, dtype: torch.dtype, policy: Chain, changes: dict[str, Any]) -> tuple[EagleDrafter, NativeDecoder]:
@@ -35,8 +51,14 @@ def made(kind: str, dtype: torch.dtype, policy: Chain, changes: dict[str, Any]) 
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS)
 @pytest.mark.parametrize("policy", [Chain(1), Chain(6), Chain(6, 1e-4)])
 @pytest.mark.parametrize("priced", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_chain_in_one_call_equals_its_levels(
-    kind: str, changes: dict[str, Any], dtype: torch.dtype, policy: Chain, priced: bool
+    kind: str,
+    changes: dict[str, Any],
+    dtype: torch.dtype,
+    policy: Chain,
+    priced: bool,
+    settings: Sequence[SamplingParams],
 ) -> None:
     """With prices, which let a level follow while the rows' probabilities sum to enough, a chain has siblings."""
     drafter, target = made(kind, dtype, policy, changes)
@@ -44,10 +66,13 @@ def test_a_chain_in_one_call_equals_its_levels(
     size = len(drafter.needs.features) * target.shape.hidden_size
     texts = [torch.randint(0, 90, (n,), generator=generator).tolist() for n in (9, 30, 2)]
     features = [torch.randn(1, len(text) - 1, size, generator=generator).to(dtype) for text in texts]
-    rows = rows_of(*texts)
+    choosers = [TokenChooser(params, seed, 2) for seed, params in enumerate(settings)]
+    rows = replace(rows_of(*texts), choosers=choosers)
     if priced:
         rows = replace(rows, prices=Prices(1.0, Costs([{"tokens": n, "seconds": 1e-4 * n} for n in (1, 2)]), [0.5]))
-        drafter._paces = {False: deque(maxlen=0)}  # what a level takes must not differ between the two
+        drafter._paces = {
+            sample: deque(maxlen=0) for sample in (False, True)
+        }  # what a level takes must not differ between the two
     trees = []
     for chain in (drafter._chain, None):
         for threads in (1, 2):
@@ -83,6 +108,8 @@ def test_what_does_not_fit_is_an_error() -> None:
         network.draft(chain, *call, [])  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="kept is 9; allowed: 1 to 8"):
         chain.draft(*call, network._angles.upto(9), [0.0], 9)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="2 races for 1 rows"):
+        chain.draft(*call, network._angles.upto(9), [0.0], 1, [Race(), Race()])  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="for 2 rows"):
         chain.draft(*call[:3], [0, 1], network._angles.upto(9), [0.0] * 3)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"slot|position"):

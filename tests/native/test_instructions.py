@@ -11,7 +11,9 @@ from aquiline.cache import commit
 from aquiline.native.build import build
 from aquiline.native.library import Library, find_library, open_library
 from aquiline.native.packing import Memory
+from aquiline.native.race import delays, race_of
 from aquiline.native.stack import readout
+from aquiline.sampling import SamplingParams
 from aquiline.targets.decoder import Decoder
 from aquiline.targets.native import native
 from aquiline.targets.target import TargetInput
@@ -86,3 +88,13 @@ def test_integer_products_have_the_same_bits_in_every_build(library: Library, bi
     found, expected = (readout(Memory(each), codes, torch.float32, inputs=200, wide=True) for each in (library, here))
     assert torch.equal(found(x), expected(x))
     assert torch.equal(found(x[:3]), expected(x)[:3])
+
+
+def test_races_have_the_same_bits_in_every_build(library: Library) -> None:
+    here = find_library()[0]
+    assert here is not None
+    logits = torch.randn(1001, generator=torch.Generator().manual_seed(0)) * 3
+    for seed in range(20):
+        race = race_of(SamplingParams(temperature=1.0, top_p=0.9), seed, 5, 1.3)
+        assert torch.equal(delays(library, race, None, 1001), delays(here, race, None, 1001))
+        assert library.draw(race, logits.data_ptr(), 1001) == here.draw(race, logits.data_ptr(), 1001)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from aquiline.drafters.drafter import Rows
+from aquiline.native.library import Library, Race, find_library
+from aquiline.native.race import delays, race_of
 from aquiline.race import noise
 from aquiline.sampling import SamplingParams
 
@@ -41,7 +43,8 @@ class Coupling:
 
     def __init__(self, draft_to_target: Tensor | None = None, gamma: float = GAMMA) -> None:
         self.gamma = gamma
-        self._tokens = None if draft_to_target is None else draft_to_target.cpu().numpy().astype(np.uint32)
+        self._ids = None if draft_to_target is None else draft_to_target.cpu()
+        self._tokens = None if self._ids is None else self._ids.numpy().astype(np.uint32)
 
     def __call__(self, logits: Tensor, rows: Rows, depth: int) -> Tensor:
         """Returns logits of the race, float32 where a row samples; rows at temperature 0 keep their own.
@@ -55,15 +58,27 @@ class Coupling:
         if not rows.sample:
             return logits
         racing = [i for i, chooser in enumerate(rows.choosers) if chooser.params.temperature > 0]
-        tokens = logits.shape[-1] if self._tokens is None else self._tokens
-        times = []
-        for chooser, text in ((rows.choosers[i], rows.texts[i]) for i in racing):
-            own = noise(chooser.seed, len(text) - chooser.prompt_length + depth - 1, tokens)
-            times.append(own.log_() * (chooser.params.temperature / self.gamma))
+        races = self.races(rows, depth)
+        library = find_library()[0] if logits.device.type == "cpu" else None
+        times = torch.stack([self._delays(library, races[i], logits.shape[-1]) for i in racing])
         raced = list(logits.float())
-        for i, own in zip(racing, torch.stack(times).to(logits.device), strict=True):  # one copy for all rows
+        for i, own in zip(racing, times.to(logits.device), strict=True):  # one copy for all rows
             raced[i] = _kept(raced[i], rows.choosers[i].params) - own
         return torch.stack(raced)
+
+    def races(self, rows: Rows, depth: int = 1) -> list[Race]:
+        """Describes each row's race for drafts at `depth`."""
+        return [
+            race_of(chooser.params, chooser.seed, len(text) - chooser.prompt_length + depth - 1, self.gamma)
+            for chooser, text in zip(rows.choosers, rows.texts, strict=True)
+        ]
+
+    def _delays(self, library: Library | None, race: Race, size: int) -> Tensor:
+        """Returns (Vd,) float32 logarithms of the noise, times T / γ."""
+        if library is not None:
+            return delays(library, race, self._ids, size)
+        tokens = size if self._tokens is None else self._tokens
+        return noise(race.seed, race.position, tokens).double().log_().mul_(race.factor).float()
 
 
 def _kept(scores: Tensor, params: SamplingParams) -> Tensor:

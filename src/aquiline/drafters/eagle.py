@@ -218,7 +218,7 @@ class EagleDrafter:
         """EAGLE-2: expands the best `top_k` nodes of each level, then reranks the whole pool."""
         at, k, limit = trees.select(self.target.device, rows.slots), policy.top_k, policy.num_nodes - 1
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
-        if k == 1 and self._chain is not None and not rows.sample:
+        if k == 1 and self._chain is not None:
             return self._chained(rows, state, policy)
         scores, tokens = self._candidates(self._coupling(state.logits[at], rows, 1), k)  # (B, k) each
         level = first_level(tokens, state.hidden[at][:, None])
@@ -264,9 +264,10 @@ class EagleDrafter:
         """
         at, network = trees.select(self.target.device, rows.slots), self._network
         logits, feedback = state.logits[at], state.hidden[at]
-        if self._chain is not None and not rows.sample:
+        if self._chain is not None:
             assert isinstance(network, NativeNetwork)
-            return network.draft(self._chain, logits, feedback, state.cache, list(rows.slots), floors, kept)
+            races = self._coupling.races(rows) if rows.sample else ()
+            return network.draft(self._chain, logits, feedback, state.cache, list(rows.slots), floors, kept, races)
         scores, tokens = self._candidates(self._coupling(logits, rows, 1), kept)
         levels = [(tokens, scores)]
         level = first_level(tokens[:, :1], feedback[:, None])

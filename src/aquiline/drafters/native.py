@@ -12,7 +12,7 @@ from aquiline.cache import KVCache
 from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadConfig, Network
 from aquiline.native.chain import NativeChain
 from aquiline.native.codes import WeightFormat
-from aquiline.native.library import FUSED, PAIRED, Layer, Library, find_library
+from aquiline.native.library import FUSED, PAIRED, Layer, Library, Race, find_library
 from aquiline.native.packing import INPUT_PAD, Memory, padded
 from aquiline.native.stack import Inputs, NativeReadout, NativeStack, readout
 from aquiline.targets.layers import RMSNorm, decoder_layers
@@ -145,10 +145,11 @@ class NativeNetwork:
         rows: Sequence[int],
         floors: Sequence[float],
         kept: int = 1,
+        races: Sequence[Race] = (),
     ) -> tuple[Tensor, Tensor]:
         """Makes room in the cache, and calls `NativeChain.draft`."""
         span = reserve(cache, rows, max(len(floors) - 1, 1))
-        return chain.draft(logits, hidden, cache, rows, self._angles.upto(span), floors, kept)
+        return chain.draft(logits, hidden, cache, rows, self._angles.upto(span), floors, kept, races)
 
     def feedback(self, stream: Tensor) -> Tensor:
         return self._feedback(stream) if self.config.norm_output else stream

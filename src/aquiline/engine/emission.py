@@ -23,6 +23,7 @@ from aquiline.engine.request import (
 )
 from aquiline.engine.stops import StopScanner
 from aquiline.engine.text import Detokenizer
+from aquiline.native.race import native_draw
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.stats import GenerationStats
 
@@ -61,7 +62,8 @@ class Emission:
         self._texts: list[str] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
-        chooser = TokenChooser(_own_processors(params, len(prompt)), self.seed, len(prompt), tuple(self._ends))
+        fast = native_draw(engine.target.device) if params.temperature > 0 else None
+        chooser = TokenChooser(_own_processors(params, len(prompt)), self.seed, len(prompt), tuple(self._ends), fast)
         stats = GenerationStats(prompt_tokens=len(prompt))
         self.occupant = Occupant(prompt, chooser, stats, request.drafting, self.add)
         self._provenance = Provenance() if request.provenance else None

@@ -92,14 +92,24 @@ struct Chain {
   int64_t embeddings;
 };
 
+// A row that samples: the noise of its next token, and what drafts do with it (see coupled.py).
+struct Race {
+  uint64_t seed;
+  int64_t position;
+  double factor;                    // of the noise's logarithm: temperature / γ
+  float temperature, top_p, min_p;  // temperature 0: a greedy row, which does not race
+  int32_t top_k;
+};
+
 constexpr int MOST_KEPT = 8;
 
 struct ChainCall {
-  Call* call;  // of one causal node a row: the first draft; `embedded` and `hidden` are written
-  float* logits;        // (batch, outputs) at the roots; written
+  Call* call;     // of one causal node a row: the first draft; `embedded` and `hidden` are written
+  float* logits;  // (batch, outputs) at the roots; written
   int64_t* tokens;      // (batch, levels, kept), likeliest first; the chain goes on below the first
   float* scores;        // (batch, levels, kept) joint log-probabilities
   const float* floors;  // (levels): stop after a level whose firsts' probabilities sum to less
+  const Race* races;    // (batch), at the first level; null: no row samples
   int32_t levels;
   int32_t kept;  // candidates of a level, 1 to MOST_KEPT
   int32_t done;  // levels that were drafted
@@ -108,7 +118,7 @@ struct ChainCall {
 
 struct Facts {
   int32_t lanes, pair_dots, tiles;
-  int32_t sizes[7];  // bytes of Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall
+  int32_t sizes[8];  // bytes of Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall, Race
 };
 
 }  // namespace aquiline

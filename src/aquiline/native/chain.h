@@ -1,5 +1,7 @@
-// A draft network's chains in one call: embed, the network, its logits, the likeliest tokens, again.
+// A draft network's chains in one call: embed, the network, its logits, the likeliest tokens,
+// again.
 #pragma once
+#include "race.h"
 #include "readout.h"
 #include "stack.h"
 
@@ -7,7 +9,8 @@ namespace aquiline {
 
 constexpr int PICK_CHUNK = 1024;  // logits that one thread looks at; sums do not depend on threads
 
-// The largest of a chunk, largest first and then by index, and what the logarithm of their probabilities needs.
+// The largest of a chunk, largest first and then by index, and what the logarithm of their
+// probabilities needs.
 struct Pick {
   float total;  // of e^(x - values[0])
   int count;
@@ -27,6 +30,7 @@ inline Pick pick(const float* x, int size, int first, int most) {
   Pick p{};
   for (int i = 0; i < size; i++)
     if (p.count < most || x[i] > p.values[p.count - 1]) p.offer(x[i], first + i, most);
+  if (p.values[0] == -INFINITY) return p;  // all barred
   Floats total{};
   for (int i = 0; i < size; i += LANES) {
     const int count = lanes_at(i, size);
@@ -41,11 +45,16 @@ inline Pick pick(const float* x, int size, int first, int most) {
 class ChainPass {
  public:
   ChainPass(const Chain& chain, ChainCall& call, Nodes& nodes)
-      : chain_(chain), call_(call), inner_(*call.call), nodes_(nodes), batch_(inner_.batch),
+      : chain_(chain),
+        call_(call),
+        inner_(*call.call),
+        nodes_(nodes),
+        batch_(inner_.batch),
         pass_(*chain.stack, inner_, nodes, none_),
         logits_call_{inner_.stream_out, call.logits, batch_, inner_.threads, 0},
         feedback_call_{inner_.stream_out, (void*)inner_.hidden, batch_, inner_.threads, 0},
-        logits_(*chain.logits, logits_call_), feedback_(*feedback(), feedback_call_) {}
+        logits_(*chain.logits, logits_call_),
+        feedback_(*feedback(), feedback_call_) {}
 
   void lay_out(Scratch& scratch) {
     // The scores of attention are laid out for the last level, which sees the most.
@@ -57,11 +66,17 @@ class ChainPass {
     feedback_.lay_out(scratch);
     chunks_ = (chain_.logits->outputs + PICK_CHUNK - 1) / PICK_CHUNK;
     picks_ = scratch.take<Pick>((size_t)batch_ * chunks_);
+    kept_from_ = scratch.take<float>(batch_);
+    sorted_ = scratch.take<float>(call_.races ? (size_t)batch_ * chain_.logits->outputs : 0);
   }
 
   void run(const Member& member) {
     for (int level = 0;; level++) {
-      look(member);
+      if (call_.races) {
+        sift(member);
+        member.wait();
+      }
+      look(member, level);
       member.wait();
       if (member.id == 0) choose(level);
       member.wait();
@@ -80,13 +95,29 @@ class ChainPass {
  private:
   const Readout* feedback() const { return chain_.feedback ? chain_.feedback : chain_.logits; }
 
-  void look(const Member& member) {
+  // What the rows' settings keep of the logits.
+  void sift(const Member& member) {
+    const int size = chain_.logits->outputs;
+    const Range mine = member.part(batch_);
+    for (int b = mine.begin; b < mine.end; b++) {
+      const size_t at = (size_t)b * size;
+      kept_from_[b] = kept_from(call_.races[b], call_.logits + at, size, sorted_ + at);
+    }
+  }
+
+  void look(const Member& member, int level) {
     const int size = chain_.logits->outputs;
     const Range mine = member.part((int64_t)batch_ * chunks_);
+    alignas(64) float raced[PICK_CHUNK];
     for (int i = mine.begin; i < mine.end; i++) {
-      const int begin = i % chunks_ * PICK_CHUNK;
-      picks_[i] = pick(call_.logits + (size_t)(i / chunks_) * size + begin,
-                       std::min(PICK_CHUNK, size - begin), begin, call_.kept);
+      const int b = i / chunks_, begin = i % chunks_ * PICK_CHUNK;
+      const int count = std::min(PICK_CHUNK, size - begin);
+      const float* x = call_.logits + (size_t)b * size + begin;
+      if (call_.races && call_.races[b].temperature > 0.f) {
+        race(call_.races[b], level, x, kept_from_[b], chain_.to_target, begin, count, raced);
+        x = raced;
+      }
+      picks_[i] = pick(x, count, begin, call_.kept);
     }
   }
 
@@ -119,9 +150,7 @@ class ChainPass {
   }
 
   // Where a row's candidates of a level begin.
-  size_t first(int b, int level) const {
-    return ((size_t)b * call_.levels + level) * call_.kept;
-  }
+  size_t first(int b, int level) const { return ((size_t)b * call_.levels + level) * call_.kept; }
 
   bool advance(int level) {
     const Stack& s = *chain_.stack;
@@ -155,6 +184,7 @@ class ChainPass {
   const ReadoutCall logits_call_, feedback_call_;
   ReadoutPass logits_, feedback_;
   Pick* picks_ = nullptr;
+  float *kept_from_ = nullptr, *sorted_ = nullptr;
   int chunks_ = 0;
   bool finished_ = false;
 };

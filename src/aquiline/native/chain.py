@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aquiline.cache import KVCache
-from aquiline.native.library import MOST_KEPT, Chain, ChainCall
+from aquiline.native.library import MOST_KEPT, Chain, ChainCall, Race
 from aquiline.native.stack import Angles, NativeReadout, NativeStack
 
 
@@ -52,39 +52,41 @@ class NativeChain:
         angles: Angles,
         floors: Sequence[float],
         kept: int = 1,
+        races: Sequence[Race] = (),
     ) -> tuple[Tensor, Tensor]:
         """Drafts the likeliest tokens by level, each level below the best of the last; the cache does not advance.
 
         Args:
             logits, hidden: (B, Vd) float32 and (B, H) feedback at the roots.
-            cache: with room for one position of each row and level below the first.
-            angles: of these positions.
+            cache, angles: with room for one position of each row and level below the first.
             floors: of ≥ 1 levels; the draft ends after one where the rows' joint probabilities sum to less.
             kept: candidates of each level, 1 to 8.
+            races: B of the first level, if a row samples: candidates are the first of its race.
 
         Returns:
             (B, L, k) int64 target ids, likeliest first, and float32 joint log-probabilities, -inf beyond the ids.
         """
-        self._check(logits, hidden, rows, len(floors), kept)
+        self._check(logits, hidden, rows, len(floors), kept, races)
         positions, slots, levels = cache.lengths[list(rows)], torch.tensor(list(rows)), len(floors)
         logits = logits.to(torch.float32, copy=True).contiguous()  # the call writes into the copies
         hidden = hidden.to(self.stack.dtype, copy=True).contiguous()
         embedded, stream = torch.empty_like(hidden), torch.empty_like(hidden)
-        shape = len(rows), levels, kept
-        tokens, scores = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
-        limits = (ctypes.c_float * levels)(*floors)
+        tokens, scores = (torch.empty(len(rows), levels, kept, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        limits, raced = (ctypes.c_float * levels)(*floors), (Race * len(races))(*races) if races else None
         call = self.stack.prepare(
             cache, angles, batch=len(rows), width=1, embedded=embedded.data_ptr(), hidden=hidden.data_ptr(),
             positions=positions.data_ptr(), committed=positions.data_ptr(), rows=slots.data_ptr(),
             stream_out=stream.data_ptr(),
         )  # fmt: skip
         results = logits.data_ptr(), tokens.data_ptr(), scores.data_ptr(), ctypes.addressof(limits)
-        chains = ChainCall(ctypes.pointer(call), *results, levels, kept, 0, 0)
+        chains = ChainCall(ctypes.pointer(call), *results, raced, levels, kept, 0, 0)
         if self.stack.library.draft(self._struct(), chains):
             raise ValueError(call.message.decode())
         return tokens[:, : chains.done], scores[:, : chains.done]
 
-    def _check(self, logits: Tensor, hidden: Tensor, rows: Sequence[int], levels: int, kept: int) -> None:
+    def _check(
+        self, logits: Tensor, hidden: Tensor, rows: Sequence[int], levels: int, kept: int, races: Sequence[Race]
+    ) -> None:
         batch = len(rows)
         if logits.shape != (batch, self.logits.struct.outputs) or hidden.shape != (batch, self.stack.struct.hidden):
             raise ValueError(f"logits and hidden are {tuple(logits.shape)}, {tuple(hidden.shape)} for {batch} rows")
@@ -92,6 +94,8 @@ class NativeChain:
             raise ValueError(f"{levels} levels below rows {list(rows)}; allowed: at least one, distinct rows")
         if not 1 <= kept <= MOST_KEPT:
             raise ValueError(f"kept is {kept}; allowed: 1 to {MOST_KEPT}")
+        if len(races) not in (0, batch):
+            raise ValueError(f"{len(races)} races for {batch} rows; allowed: one for each, or none")
 
     def _struct(self) -> Chain:
         ids = self.draft_to_target

@@ -127,32 +127,37 @@ __attribute__((noinline)) void coded_registers(const CodedProduct& p, const char
     const int end = std::min(begin + p.group, p.inputs);
     Ints acc[N][V] = {};
     for (int i = begin; i < end; i += Bits::INPUTS, here += LINE) {
+      Ints words[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const char* words = here + vector_offset(v, p.vector_bytes);
-        const Ints w = load_words(words);
-        if (!next && v % LINE_VECTORS == 0) __builtin_prefetch(words + AHEAD);
-        const auto dots = [&]<int J>() {
-          const Ints pair = Bits::template pair<J>(w);
-#pragma GCC unroll 8
-          for (int t = 0; t < N; t++) {
-            int32_t x;
-            memcpy(&x, p.row(t) + (size_t)i * 2 + J * 4, 4);
-            acc[t][v] = word_dot(acc[t][v], pair, broadcast_word(x));
-          }
-        };
-        dots.template operator()<0>();
-        dots.template operator()<1>();
-        if constexpr (Bits::INPUTS == 8) {
-          dots.template operator()<2>();
-          dots.template operator()<3>();
+        const char* place = here + vector_offset(v, p.vector_bytes);
+        words[v] = load_words(place);
+        if (!next && v % LINE_VECTORS == 0) __builtin_prefetch(place + AHEAD);
+      }
+      const auto dots = [&]<int J>() {
+        Ints pairs[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) pairs[v] = Bits::template pair<J>(words[v]);
+#pragma GCC unroll 12
+        for (int t = 0; t < N; t++) {
+          int32_t x;
+          memcpy(&x, p.row(t) + (size_t)i * 2 + J * 4, 4);
+          const Ints input = broadcast_word(x);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; v++) acc[t][v] = word_dot(acc[t][v], pairs[v], input);
         }
+      };
+      dots.template operator()<0>();
+      dots.template operator()<1>();
+      if constexpr (Bits::INPUTS == 8) {
+        dots.template operator()<2>();
+        dots.template operator()<3>();
       }
       for (int j = 0; j < lines; j++) __builtin_prefetch(next + j * LINE, 0, 2);
       next += bytes;
     }
     const Group<Bits, V> group(scales, p.scale_stride);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int t = 0; t < N; t++) {
       const float codes = Bits::MINIMA ? sum_of(p.row(t), p.inputs, begin, end) : 0.f;
 #pragma GCC unroll 4
@@ -262,13 +267,13 @@ void coded_tile_block(const CodedProduct& p, int n, int count, Tiles& tiles) {
 
 template <class Bits, int V>
 void coded_register_rows(const CodedProduct& p, int n) {
-  const int passes = (n + TILE_TOKENS - 1) / TILE_TOKENS;
+  const int passes = (n + tile_rows(V) - 1) / tile_rows(V);
   const Share share(V, passes);
   const size_t steps = p.vector_bytes / (LANES * 4);
   for (int i = 0, t = 0; i < passes; i++) {
     const int rows = n / passes + (i < n % passes);
     const char* next = p.weights + vector_offset(V, p.vector_bytes) + i * steps * share.bytes;
-    by_count<TILE_TOKENS>(rows, [&]<int N>() {
+    by_count<tile_rows(V)>(rows, [&]<int N>() {
       coded_registers<Bits, N, V>(p.from(t, 0), share.lines ? next : nullptr,
                                   share.has(V, i) ? share.lines : 0, share.bytes);
     });
@@ -285,8 +290,10 @@ void coded_products(const CodedProduct& p, int n, int begin, int count, bool spl
     count = 0;
   }
 #endif
+  // Sixteen registers do not hold three rows' sums beside the pairs of four vectors.
+  const bool four = WIDE_VECTORS && n <= tile_rows(4);
   for (int v = begin, taken; v < begin + count; v += taken) {
-    taken = tile_vectors(v, begin + count - v, false);
+    taken = tile_vectors(v, begin + count - v, four);
     if (taken == 4)
       coded_register_rows<Bits, BLOCK>(p.from(0, v), n);
     else if (taken == 2)

@@ -58,7 +58,8 @@ inline void quantise(const float* x, int inputs, const Rows& to, int t) {
     Ints total{};
     for (int j = i; j < i + SUM_INPUTS; j += LANES) {
       const Floats scaled = load(x + j) * inverse;
-      const Ints q = to_int((Floats)((Ints)scaled & (Ints)(scaled == scaled)));  // NaN: the scale has it
+      const Ints q =
+          to_int((Floats)((Ints)scaled & (Ints)(scaled == scaled)));  // NaN: the scale has it
       total += q;
       if (to.split) {
         const Ints upper = (q + 128) >> 8;

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, c_char, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,17 +92,30 @@ class Chain(ctypes.Structure):
     )
 
 
+class Race(ctypes.Structure):
+    """A row that samples: the noise of its next token, and its settings."""
+
+    _fields_ = (
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("factor", c_double),
+        *_all(c_float, "temperature top_p min_p"),
+        ("top_k", c_int32),
+    )
+
+
 class ChainCall(ctypes.Structure):
     """One draft of chains."""
 
     _fields_ = (
         ("call", POINTER(Call)),
         *_all(c_void_p, "logits tokens scores floors"),
+        ("races", POINTER(Race)),
         *_all(c_int32, "levels kept done reserved"),
     )
 
 
-_STRUCTS = (Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall)
+_STRUCTS = (Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall, Race)
 
 
 class Facts(ctypes.Structure):
@@ -133,6 +146,8 @@ class Library:
     forward: Callable[..., int]
     read_out: Callable[..., int]
     draft: Callable[..., int]
+    draw: Callable[..., int]
+    delays: Callable[..., None]
     advise: Callable[..., None]
     lanes: int
     instructions: str
@@ -152,6 +167,9 @@ def open_library(path: Path) -> Library:
     handle.aquiline_forward.argtypes = [POINTER(Stack), POINTER(Call)]
     handle.aquiline_read_out.argtypes = [POINTER(Readout), POINTER(ReadoutCall)]
     handle.aquiline_draft.argtypes = [POINTER(Chain), POINTER(ChainCall)]
+    handle.aquiline_draw.argtypes, handle.aquiline_draw.restype = [POINTER(Race), c_void_p, c_int32], c_int64
+    handle.aquiline_delays.argtypes = [POINTER(Race), c_void_p, c_int32, c_void_p]
+    handle.aquiline_delays.restype = None
     handle.aquiline_advise.argtypes, handle.aquiline_advise.restype = [c_void_p, c_uint64], None
     handle.aquiline_facts.argtypes, handle.aquiline_facts.restype = [POINTER(Facts)], None
     facts = Facts()
@@ -166,6 +184,8 @@ def open_library(path: Path) -> Library:
         handle.aquiline_forward,
         handle.aquiline_read_out,
         handle.aquiline_draft,
+        handle.aquiline_draw,
+        handle.aquiline_delays,
         handle.aquiline_advise,
         facts.lanes,
         products,

@@ -1,9 +1,9 @@
 // y = x Wᵀ + b for some rows of x: each weight is read once, and a row's bits do not depend on
 // how many other rows there are.
 //
-// Layout of the weights: lines of 16 outputs, which are one or two vectors; in a line the inputs run
-// slowest, and a lane holds one float32, a pair of bfloat16, four int8 or eight int4. This is also
-// the layout of AMX tiles. Integers have a scale for each group of inputs, see coded.h.
+// Layout of the weights: lines of 16 outputs, which are one or two vectors; in a line the inputs
+// run slowest, and a lane holds one float32, a pair of bfloat16, four int8 or eight int4. This is
+// also the layout of AMX tiles. Integers have a scale for each group of inputs, see coded.h.
 #pragma once
 #include <algorithm>
 
@@ -38,12 +38,14 @@ struct Ahead {
   int lines, bytes;
 };
 
-// One step of a register tile, in slices: a word holds one slice of float32 or of bfloat16 pairs, or
-// two where pairs are widened. A slice of the weights meets the same slice of every row.
+// One step of a register tile, in slices: a word holds one slice of float32 or of bfloat16 pairs,
+// or two where pairs are widened. A slice of the weights meets the same slice of every row.
 struct PairDots {
   static constexpr int SLICES = 1;
   template <int>
-  static INLINE Ints weight(const char* w) { return load_words(w); }
+  static INLINE Ints weight(const char* w) {
+    return load_words(w);
+  }
   template <int>
   static INLINE Ints input(const char* x, int k) {
     int32_t pair;
@@ -60,15 +62,21 @@ struct WidenedDots {  // bfloat16 weights, float32 rows
     return S ? high_half(words) : low_half(words);
   }
   template <int S>
-  static INLINE Floats input(const char* x, int k) { return broadcast(((const float*)x)[2 * k + S]); }
+  static INLINE Floats input(const char* x, int k) {
+    return broadcast(((const float*)x)[2 * k + S]);
+  }
   static INLINE Floats add(Floats acc, Floats w, Floats x) { return fma(w, x, acc); }
 };
 struct FloatDots {
   static constexpr int SLICES = 1;
   template <int>
-  static INLINE Floats weight(const char* w) { return load((const float*)w); }
+  static INLINE Floats weight(const char* w) {
+    return load((const float*)w);
+  }
   template <int>
-  static INLINE Floats input(const char* x, int k) { return broadcast(((const float*)x)[k]); }
+  static INLINE Floats input(const char* x, int k) {
+    return broadcast(((const float*)x)[k]);
+  }
   static INLINE Floats add(Floats acc, Floats w, Floats x) { return fma(w, x, acc); }
 };
 
@@ -90,8 +98,9 @@ INLINE void add_slice(Floats (&acc)[N][V], const Rows& x, const char* weights, s
     }
   } else {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) kept[v] = Dots::template weight<S>(weights + vector_offset(v, vector_bytes));
-#pragma GCC unroll 8
+    for (int v = 0; v < V; v++)
+      kept[v] = Dots::template weight<S>(weights + vector_offset(v, vector_bytes));
+#pragma GCC unroll 12
     for (int t = 0; t < N; t++) {
       const Vector input = Dots::template input<S>(x.row(t), k);
 #pragma GCC unroll 4
@@ -125,13 +134,13 @@ __attribute__((noinline)) void register_tile(const Rows& x, const char* weights,
 
 template <class Dots, int V>
 void register_rows(const Matrix& m, const Rows& x, int n, int v, float* out, size_t out_stride) {
-  const int passes = (n + TILE_TOKENS - 1) / TILE_TOKENS;
+  const int passes = (n + tile_rows(V) - 1) / tile_rows(V);
   const Share share(V, passes);
   for (int i = 0, t = 0; i < passes; i++) {
     const int rows = n / passes + (i < n % passes);
     const char* next = m.at(v + V) + (size_t)i * m.steps() * share.bytes;
     const Ahead ahead{share.lines ? next : nullptr, share.has(V, i) ? share.lines : 0, share.bytes};
-    by_count<TILE_TOKENS>(rows, [&]<int N>() {
+    by_count<tile_rows(V)>(rows, [&]<int N>() {
       register_tile<Dots, N, V>(x.from(t), m.at(v), m.vector_bytes(), m.steps(), ahead,
                                 out + t * out_stride, out_stride);
     });
@@ -143,7 +152,7 @@ template <class Dots>
 void register_block(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
                     size_t out_stride) {
   while (count > 0) {
-    const int taken = tile_vectors(v, count, n <= FEW_TOKENS);
+    const int taken = tile_vectors(v, count, n <= tile_rows(4));
     if (taken == 4)
       register_rows<Dots, 4>(m, x, n, v, out, out_stride);
     else if (taken == 2)
@@ -158,11 +167,8 @@ void register_block(const Matrix& m, const Rows& x, int n, int v, int count, flo
 
 inline void multiply_codes(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
                            size_t out_stride, Tiles& tiles) {
-  const CodedProduct p{x.data,         x.stride,
-                       m.weight,       m.vector_bytes(),
-                       m.scales,       m.scale_stride(),
-                       m.inputs,       m.group,
-                       out - v * LANES, out_stride};
+  const CodedProduct p{x.data,           x.stride, m.weight, m.vector_bytes(), m.scales,
+                       m.scale_stride(), m.inputs, m.group,  out - v * LANES,  out_stride};
   if (m.kind == INT8)
     coded_products<EightBits>(p, n, v, count, x.split, tiles);
   else
@@ -186,9 +192,9 @@ inline void multiply(const Matrix& m, const Rows& x, int n, int v, int count, fl
   } else {
 #if HAS_TILES
     if (tiles_allowed())
-      tile_products({x.data, x.stride, m.at(v), m.vector_bytes(),
-                     m.inputs / TILE_INPUTS, out, out_stride},
-                    n, count, tiles);
+      tile_products(
+          {x.data, x.stride, m.at(v), m.vector_bytes(), m.inputs / TILE_INPUTS, out, out_stride}, n,
+          count, tiles);
     else
       register_block<PairDots>(m, x, n, v, count, out, out_stride);
 #else

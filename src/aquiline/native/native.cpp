@@ -94,12 +94,30 @@ EXPORT int aquiline_draft(const Chain* chain, ChainCall* call) {
   }
 }
 
+EXPORT int64_t aquiline_draw(const Race* race, const float* logits, int32_t size) {
+  try {
+    return draw(*race, logits, size);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+// How late the draft ids 0 … size - 1 start, into `out`.
+EXPORT void aquiline_delays(const Race* race, const int64_t* to_target, int32_t size, float* out) {
+  const Noise noise(race->seed, race->position);
+  alignas(64) float late[LANES];
+  for (int i = 0; i < size; i += LANES) {
+    delays(noise, target_ids(to_target, i, size), race->factor, late);
+    memcpy(out + i, late, lanes_at(i, size) * sizeof(float));
+  }
+}
+
 EXPORT void aquiline_facts(Facts* facts) {
   *facts = {LANES,
             HAS_PAIR_DOTS,
             tiles_allowed(),
             {sizeof(Stack), sizeof(Layer), sizeof(Call), sizeof(Readout), sizeof(ReadoutCall),
-             sizeof(Chain), sizeof(ChainCall)}};
+             sizeof(Chain), sizeof(ChainCall), sizeof(Race)}};
 }
 
 // Asks for huge pages: weights are read from end to end, and small pages cost a tenth of the time.

@@ -182,6 +182,26 @@ INLINE float largest(Floats v) {
   return most;
 }
 
+// A bit for each lane whose sign is set.
+INLINE uint32_t lanes_set(Ints v) {
+#if WIDE_VECTORS
+  return _mm512_movepi32_mask((__m512i)v);
+#elif defined(__AVX2__)
+  return (uint32_t)_mm256_movemask_ps((__m256)v);
+#else
+  uint32_t set = 0;
+  for (int i = 0; i < LANES; i++) set |= (uint32_t)(v[i] < 0) << i;
+  return set;
+#endif
+}
+
+// 0, 1, 2, …
+INLINE Ints lane_numbers() {
+  Ints v;
+  for (int i = 0; i < LANES; i++) v[i] = i;
+  return v;
+}
+
 // e^x for x ≤ 88 within 2 ulp; 0 below -87; NaN stays NaN.
 INLINE Floats exponential(Floats x) {
   const Floats low = broadcast(-87.f);
