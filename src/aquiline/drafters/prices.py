@@ -46,6 +46,7 @@ class Costs:
         self._seen = [_TRUST if curve else 0] * len(_KNOTS)
         self._unit = curve[0]["seconds"] if curve else 1.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._known: dict[int, float] = {}  # points of the curve that were asked for
 
     def seconds(self, tokens: int) -> float:
         """Returns the seconds of a step of `tokens`, rows times their padded trees, at the machine's present speed."""
@@ -66,9 +67,13 @@ class Costs:
         # Larger sizes that were never seen move along.
         for i in range(knot, len(_KNOTS) if knot == last else knot + 1):
             self._shape[i] *= factor
+        self._known.clear()
 
     def _relative(self, tokens: int) -> float:
-        return _interpolated(_KNOTS, self._shape, tokens)
+        found = self._known.get(tokens)
+        if found is None:
+            found = self._known[tokens] = _interpolated(_KNOTS, self._shape, tokens)
+        return found
 
 
 def _interpolated(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
