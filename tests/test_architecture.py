@@ -61,7 +61,7 @@ LONG_DOCSTRINGS = {
 """Functions whose docstrings do not count as lines."""
 
 LONG_FILES = {
-    "drafters/eagle.py": 340,  # one drafter: three ways to fill a tree share its levels
+    "drafters/eagle.py": 345,  # one drafter: three ways to fill a tree share its levels
 }
 
 

@@ -169,12 +169,7 @@ class EagleDrafter:
         waiting = [slot for slot in slots if state.pending[slot]]
         if not waiting:
             return
-        pieces = [
-            (torch.cat([t for t, _ in state.pending[s]]), torch.cat([f for _, f in state.pending[s]])) for s in waiting
-        ]
-        counts = [len(tokens) for tokens, _ in pieces]
-        tokens = pad_sequence([tokens for tokens, _ in pieces], batch_first=True)
-        features = pad_sequence([features for _, features in pieces], batch_first=True)
+        tokens, features, counts = _padded([state.pending[slot] for slot in waiting])
         positions = state.cache.lengths[waiting][:, None] + torch.arange(tokens.shape[1])
         positions, last = trees.to_device(tokens.device, positions, torch.tensor(counts)[:, None] - 1)
         network, at = self._network, trees.select(tokens.device, waiting)
@@ -333,6 +328,16 @@ def _fitted(policy: Chain | DynamicTree, depth: int) -> DynamicTree:
         return DynamicTree(depth + 1, depth, 1, policy.min_prob)
     room = 1 + policy.top_k + (depth - 1) * policy.top_k**2
     return replace(policy, depth=depth, num_nodes=min(policy.num_nodes, room))
+
+
+def _padded(pending: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> tuple[Tensor, Tensor, list[int]]:
+    """Joins each slot's chunks: (B, T) tokens, (B, T, F) features, and B counts without padding."""
+    tokens = [torch.cat([t for t, _ in chunks]) if len(chunks) > 1 else chunks[0][0] for chunks in pending]
+    features = [torch.cat([f for _, f in chunks]) if len(chunks) > 1 else chunks[0][1] for chunks in pending]
+    counts = [len(each) for each in tokens]
+    if len(pending) == 1:
+        return tokens[0][None], features[0][None], counts
+    return pad_sequence(tokens, batch_first=True), pad_sequence(features, batch_first=True), counts
 
 
 def _equal(mine: Tensor | None, theirs: Tensor | None) -> bool:
