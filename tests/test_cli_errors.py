@@ -214,6 +214,7 @@ COMMANDS = {
     "serve engine": (("serve", "--engine", "tgi"), ("'tgi'", "vllm")),
     "serve vllm options": (("serve", "--dry-run"), ("--dry-run", "--engine vllm")),
     "serve own options": (("serve", "--engine", "vllm", "--port", "9"), ("--port", "after --")),
+    "serve model": (("serve", "smollm2"), ("'smollm2'", "--target")),
     "serve json": (("serve", "--engine", "vllm", "--json"), ("--dry-run",)),
     "serve no head": (("serve", "--engine", "vllm", "--target", "target"), ("no shipped head", "aquiline train")),
     "serve own flag": (

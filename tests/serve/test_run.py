@@ -99,6 +99,7 @@ def test_targets_that_cannot_be_served(target: Path, capsys: pytest.CaptureFixtu
         port = taken.getsockname()[1]
         result = call(capsys, "serve", "--target", target, "--port", port)
         assert result.code == 1 and f"127.0.0.1:{port}" in result.error and "--port" in result.error
+        assert "(Address already in use)" in result.error
     result = call(capsys, "serve", "--target", target / "nothing", "--port", 0)
     assert result.code == 2 and "nothing" in result.error
 

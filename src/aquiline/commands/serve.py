@@ -62,6 +62,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command: our own server until it is told to stop; vLLM in place of this process."""
     own = arguments.engine == "aquiline"
+    if own and arguments.flags:  # `vllm serve MODEL` takes the model so
+        raise ValueError(
+            f"{arguments.flags[0]!r} is not an option; name the model with --target; flags need --engine vllm"
+        )
     remedy = "add --engine vllm" if own else "drop it, or give vLLM its own flags after --"
     refuse_given(arguments, _VLLM if own else _OWN, f"--engine {arguments.engine}", remedy)
     return _serve(arguments) if own else _serve_vllm(arguments)

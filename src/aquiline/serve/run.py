@@ -69,9 +69,8 @@ def _bind(settings: ServerSettings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=family, backlog=256)
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
-        raise OSError(
-            f"{where} cannot be bound ({error.strerror or error}); choose another --port or --host"
-        ) from error
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # Python appends the address
+        raise OSError(f"{where} cannot be bound ({reason}); choose another --port or --host") from error
 
 
 class _Http(uvicorn.Server):
