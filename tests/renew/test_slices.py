@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.models.files import write_text
@@ -77,7 +78,10 @@ def test_a_killed_run_resumes_and_a_poisoned_store_changes_no_head(
     assert served is not None and served.number == 0
     weights(folder / "training" / "run")  # whole
     assert advance(folder) == "train"
-    assert (folder / "training" / "run" / "head" / "README.md").is_file()
+    heads = [folder / "versions" / "0000", folder / "training" / "run" / "head", folder / "training" / "candidate"]
+    old, new, mean = (load_file(head / "model.safetensors")["fc.weight"].float() for head in heads)
+    assert 0 < (mean - (old + new) / 2).norm() < 0.3 * (mean - new).norm(), "but for rounding to bfloat16"
+    assert "the mean of the trained head" in (heads[2] / "README.md").read_text()
     found = json.loads(call(capsys, "renew", folder, "--json").out)
     assert found["current"] == 0 and found["training"] and found["store"]["conversations"] == 70
     assert found["store"]["new_answer_tokens"] == 70 * 14

@@ -106,8 +106,8 @@ def test_the_pointer_decides_and_rollback_goes_to_the_parent(tmp_path: Path, hea
 @pytest.mark.parametrize(("better", "base"), [(True, 0), (False, 0), (True, 7)])
 def test_the_gate_decides(tmp_path: Path, head: Path, better: bool, base: int) -> None:
     serve_version(tmp_path, add_version(tmp_path, head, None).number, "begin")
-    shutil.copytree(head, tmp_path / "training" / "run" / "head")
-    (tmp_path / "training" / "run" / "head" / "README.md").write_text("the candidate's card")
+    shutil.copytree(head, tmp_path / "training" / "candidate")
+    (tmp_path / "training" / "candidate" / "README.md").write_text("the candidate's card")
     verdict = {"better": better, "reason": "measured", "base": base}
     (tmp_path / "training" / "verdict.json").write_text(json.dumps(verdict))
     (tmp_path / "training" / "log.txt").write_text("trained\n")

@@ -22,14 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from aquiline.checkpoints.open import open_head
+from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.checkpoints.open import open_head, read_head
 from aquiline.models.cache_folder import appearing_whole
-from aquiline.models.files import write_text
+from aquiline.models.files import filling, write_text
 from aquiline.models.tokenizer import token_table
 from aquiline.renew.gate import judge
 from aquiline.renew.settings import LONGEST, RenewSettings, read_settings
 from aquiline.renew.store import Conversation, read_store
 from aquiline.renew.versions import conclude, current
+from aquiline.targets.loading import target_shape
+from aquiline.targets.target import TargetShape
 from aquiline.training.data.dataset import FORMAT, SplitWriter, TokenisedConversation, open_training_set
 from aquiline.training.loop import train
 from aquiline.training.settings import TrainSettings
@@ -57,15 +60,40 @@ def advance(folder: Path) -> str:
     if not (work / "set" / "manifest.json").is_file():
         write_set(folder, settings)
         return "set"
-    if not (work / "run" / "head" / "README.md").is_file():
-        train(train_settings(folder, settings), resume=True)
+    base = folder / "versions" / f"{int(open_training_set(work / 'set').manifest['base']):04d}"
+    if not (work / "candidate" / "config.json").is_file():
+        if not (work / "run" / "head" / "README.md").is_file():
+            train(train_settings(folder, settings), resume=True)
+        if (work / "run" / "head" / "README.md").is_file():  # else a signal ended the run
+            average(base, work / "run" / "head", work / "candidate", target_shape(settings.target))
         return "train"
     if not (work / "verdict.json").is_file():
-        version = int(open_training_set(work / "set").manifest["base"])
-        verdict = judge(settings, folder / "versions" / f"{version:04d}", work / "run" / "head", work / "set")
-        write_text(work / "verdict.json", json.dumps(asdict(verdict) | {"base": version}))
+        verdict = judge(settings, base, work / "candidate", work / "set")
+        write_text(work / "verdict.json", json.dumps(asdict(verdict) | {"base": int(base.name)}))
     conclude(folder)
     return "gate"
+
+
+def average(served: Path, trained: Path, candidate: Path, target: TargetShape) -> None:
+    """Writes the mean of the served head and the trained one: it keeps most of the gain and forgets less.
+
+    Args:
+        served: folder of the head that the training began from.
+        trained: folder of its result.
+        candidate: folder to write.
+        target: sizes of the target.
+
+    Source: Wortsman et al. 2022 (arXiv 2109.01903), with equal shares.
+    """
+    head = read_head(trained, target)
+    before = read_head(served, target).network.state_dict()
+    mean = {name: (weight + before[name]) / 2 for name, weight in head.network.state_dict().items()}
+    head.network.load_state_dict(mean)
+    card = (trained / "README.md").read_text(encoding="utf-8")
+    note = f"The weights are the mean of the trained head, which this card describes, and of version {served.name}.\n"
+    with filling(candidate) as scratch:
+        write_head(scratch, head)
+        (scratch / "README.md").write_text(f"{card}\n{note}", encoding="utf-8")
 
 
 def write_set(folder: Path, settings: RenewSettings) -> None:

@@ -117,7 +117,7 @@ def conclude(folder: Path) -> None:
     if served is None or served.number != base:
         record(folder, "dropped", reason=f"it was trained from version {base}, which is no longer served")
     elif verdict["better"]:
-        made = add_version(folder, work / "run" / "head", base, verdict)
+        made = add_version(folder, work / "candidate", base, verdict)
         serve_version(folder, made.number, "swap", reason=verdict["reason"])
     else:
         record(folder, "rejected", reason=verdict["reason"])
