@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aquiline.drafters.coupled import Coupling
+from aquiline.drafters.coupled import Coupling, agreement
 from aquiline.drafters.drafter import Rows
 from aquiline.race import draw
 from aquiline.sampling import SamplingParams, TokenChooser, distribution
@@ -22,8 +22,8 @@ def rows_at(seeds: list[int], params: SamplingParams = WARM, output: int = 0) ->
     return Rows(list(range(len(seeds))), [text] * len(seeds), [TokenChooser(params, seed, 3) for seed in seeds])
 
 
-def agreement(p: Tensor, q: Tensor) -> float:
-    """Returns the share of races with the same noise that have the same winner.
+def agreement_of(p: Tensor, q: Tensor) -> float:
+    """Returns the share of races with the same noise that have the same winner, token by token.
 
     Token v wins both if E_w ≥ E_v · max(p_w / p_v, q_w / q_v) for every w, which has probability
     1 / Σ_w max(p_w / p_v, q_w / q_v).
@@ -36,7 +36,25 @@ def test_the_agreement_law(seed: int) -> None:
     torch.manual_seed(seed)
     p, q = torch.randn(2, 2 + seed % 7).mul(2).double().softmax(-1)
     variation = float((p - q).abs().sum() / 2)
-    assert agreement(p, q) >= (1 - variation) / (1 + variation) - 1e-12
+    assert agreement_of(p, q) >= (1 - variation) / (1 + variation) - 1e-12
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["all tokens", "a draft vocabulary"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_agreement_is_that_of_the_definition(reduced: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    target, drafted = torch.randn(2, 40, 12).mul(3).to(dtype)
+    drafted[0, :6], target[1, 3:] = -math.inf, -math.inf  # tokens without a chance
+    drafted[2] = target[2]
+    ids = torch.tensor([0, 2, 3, 5, 6, 8, 11]) if reduced else torch.arange(12)
+    gammas = (0.5, 1.0, 1.7)
+    found = agreement(drafted[:, ids], target, gammas, ids if reduced else None)
+    for shares, gamma in zip(found, gammas, strict=True):
+        for share, p, logits in zip(shares.tolist(), target.double().softmax(-1), drafted.double(), strict=True):
+            q = torch.zeros(12, dtype=torch.float64).index_put((ids,), (logits[ids] * gamma).softmax(-1))
+            assert share == pytest.approx(agreement_of(p.clamp(min=1e-300), q.clamp(min=1e-300)), abs=1e-5)
+    if not reduced:
+        assert float(found[1, 2]) == pytest.approx(1, abs=1e-5), "a perfect draft always agrees at γ = 1"
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["all tokens", "a draft vocabulary"])
@@ -51,7 +69,7 @@ def test_drafts_agree_with_draws_as_often_as_the_law_says(reduced: bool) -> None
     proposed = ids[raced.argmax(-1)].tolist()
     # The text has 2 output tokens, so children at depth 4 are drafts for output position 5.
     share = sum(token == draw(p, seed, 5) for seed, token in enumerate(proposed)) / count
-    expected = agreement(p.double(), q.double())
+    expected = agreement_of(p.double(), q.double())
     assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / count)
     greedy = float(p[ids[drafted[ids].argmax()]])
     assert share > greedy + 0.05, "coupling agrees more often than the likeliest token does"

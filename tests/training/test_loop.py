@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.open import read_head
+from aquiline.drafters.coupled import agreement
+from aquiline.drafters.drafter import Rows
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.parallel import ParallelDrafter
+from aquiline.drafters.small_model import SmallModel
 from aquiline.drafters.trees import Chain
 from aquiline.engine.drafting import make_drafter
 from aquiline.engine.generate import generate_requests
@@ -30,12 +33,15 @@ from aquiline.sampling import SamplingParams
 from aquiline.targets.loading import load_target
 from aquiline.training import loop as trainer
 from aquiline.training.data.dataset import open_training_set
+from aquiline.training.features import compute_features
+from aquiline.training.learners import learner
+from aquiline.training.learners.learner import GAMMAS
 from aquiline.training.loop import train
 from aquiline.training.run import Run
 from aquiline.training.settings import EAGLE, KINDS, PARALLEL, TrainSettings, settings_record
 from aquiline.training.step import TrainingDiverged
 from tests import tiny
-from tests.drafters.loop import assert_equal_to_plain
+from tests.drafters.loop import assert_equal_to_plain, extend, rows_of
 from tests.full_disk import no_file_above
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
@@ -233,8 +239,45 @@ def test_a_run_is_measured_meanwhile_and_leaves_a_card_and_a_drafter(base: Path,
     drafter, name = made.drafter, made.name
     assert drafter is not None and kind.replace("-", " ") in name.replace("-", " ")
     assert_equal_to_plain(target, drafter, tiny.prompts(3, seed=8), SamplingParams())
+    gamma = max(last["coupled"], key=last["coupled"].__getitem__)
+    assert drafter._coupling.gamma == float(gamma) and f"γ = {gamma} is stored" in card
+    assert all(0 < share <= 1 for share in last["coupled"].values())
     if isinstance(drafter, ParallelDrafter):  # the measured ranks decide the default tree
         assert len(drafter.heads.config.accuracies) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_measured_agreement_is_that_of_the_drafter(base: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The races that validation evaluates are those of the drafter's logits with the target's at the same token."""
+    monkeypatch.setattr(learner, "_COUPLED_EVERY", 1)
+    train(tiny_settings(base, f"raced-{kind}", kind, total_positions=120))
+    output = base / f"raced-{kind}"
+    target = load_target(base / "target", torch.float32)
+    drafter = make_drafter(str(output / "head"), None, target, base / "target", packed=False).drafter
+    assert isinstance(drafter, EagleDrafter | ParallelDrafter | SmallModel)
+    first: list[Tensor] = []
+
+    def record(logits: Tensor, rows: Rows, depth: int) -> Tensor:
+        if depth == 1:
+            first.append(logits.reshape(1, -1))
+        return logits
+
+    gamma, ids = drafter._coupling.gamma, drafter._coupling._tokens
+    monkeypatch.setattr(drafter, "_coupling", record)
+    said = []
+    for row in open_training_set(base / "set", split="validation"):
+        tokens, begin = torch.tensor(row.input_ids).long(), int(row.loss_mask.argmax())
+        features = compute_features(target, tokens, drafter.needs.features or ("final",))[None]
+        logits = target.project(compute_features(target, tokens, ("final",)))
+        for end in range(begin + (kind in PARALLEL), len(tokens)):  # the drafted token
+            state, text = drafter.new_state(1, 64), tokens[:end].tolist()
+            extend(drafter, state, 0, text, features[:, : end - 1])
+            drafter.propose(rows_of(text), state)
+            said.append(logits[end - 1])
+    measured = metrics(output)[-1]["coupled"]
+    found = agreement(torch.cat(first), torch.stack(said), GAMMAS, None if ids is None else torch.tensor(ids).long())
+    assert measured == pytest.approx(dict(zip(measured, found.mean(-1).tolist(), strict=True)), abs=0.005)
+    assert gamma == max(GAMMAS, key=lambda value: measured[f"{value:g}"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

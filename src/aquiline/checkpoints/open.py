@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from aquiline.checkpoints.eagle.config_kinds import check_kinds
 from aquiline.checkpoints.eagle.reading import HeadChoices, read_eagle
 from aquiline.checkpoints.eagle.stored import StoredHead, head_from_stored
 from aquiline.checkpoints.parallel import (
@@ -184,6 +185,7 @@ def _model_report(folder: Path, config: Mapping[str, Any], target: TargetShape |
     shape = target_shape(folder)
     if target is not None:
         check_tokens(shape, target)
+    check_kinds({"aquiline_gamma": config.get("aquiline_gamma")}, str(folder))
     files = weight_files(folder)
     facts = [entry[-1] for file in files for entry in tensor_entries(file)]
     return HeadReport(
@@ -198,5 +200,6 @@ def _model_report(folder: Path, config: Mapping[str, Any], target: TargetShape |
         vocabulary=f"{shape.vocab_size} tokens",
         embedding="its own",
         fingerprint=config.get("aquiline_target_fingerprint"),
+        gamma=config.get("aquiline_gamma"),
         checked_against=fits(target),
     )

@@ -24,7 +24,6 @@ from torch import Tensor
 from aquiline.checkpoints.eagle.config_kinds import check_kinds
 from aquiline.checkpoints.eagle.vocabulary import offsets, resolve_vocabulary
 from aquiline.checkpoints.report import HeadReport, fits
-from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.parallel import ParallelHeads
 from aquiline.drafters.parallel_network import (
     HydraNetwork,
@@ -55,7 +54,7 @@ class StoredHeads:
         tensors: exactly the names of the network's state dict, in stored dtypes.
         draft_to_target: (Vd,) int64 increasing target ids, or None where draft and target ids coincide.
         fingerprint: of the target that they were trained for, or None.
-        gamma: exponent of their probabilities in coupled drafts, > 0.
+        gamma: exponent of their probabilities in coupled drafts, > 0; None if not measured.
         published: each head has an LM head of its own, as the reference repositories train them.
     """
 
@@ -64,7 +63,7 @@ class StoredHeads:
     make: Callable[[ParallelConfig], ParallelNetwork]
     draft_to_target: Tensor | None = None
     fingerprint: str | None = None
-    gamma: float = GAMMA
+    gamma: float | None = None
     published: bool = False
 
 
@@ -114,7 +113,7 @@ def read_parallel(folder: Path, raw: Mapping[str, Any], target: TargetShape | No
     tensors = dict(read)
     ids, origin = resolve_vocabulary(tensors.pop("d2t", None), None, config.draft_vocab_size, config.vocab_size, place)
     fingerprint = raw.get("aquiline_target_fingerprint")
-    gamma = raw.get("aquiline_gamma") or GAMMA
+    gamma = raw.get("aquiline_gamma")
     stored = StoredHeads(config, tensors, build_parallel_network, ids, fingerprint, gamma)
     _check(stored, place)
     drafts = f"{config.draft_vocab_size} tokens ({origin})"
@@ -158,7 +157,7 @@ def write_parallel_heads(folder: str | Path, heads: ParallelHeads, dtype: torch.
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     if heads.target_fingerprint:
         config["aquiline_target_fingerprint"] = heads.target_fingerprint
-    if heads.gamma != GAMMA:
+    if heads.gamma is not None:
         config["aquiline_gamma"] = heads.gamma
     write_folder(folder, config, tensors)
 
@@ -214,6 +213,7 @@ def _report(
         vocabulary=drafts,
         embedding="the target's" if kind == "hydra" else "none: they read no tokens",
         fingerprint=stored.fingerprint,
+        gamma=stored.gamma,
         checked_against=fits(target),
     )
 

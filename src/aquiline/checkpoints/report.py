@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS
+from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import HeadConfig
 from aquiline.drafters.parallel_network import ParallelConfig
 from aquiline.targets.target import TargetShape
@@ -29,6 +30,7 @@ class HeadReport:
         parameters: number of weights of the network, its own embedding included.
         features: which target features it reads, and how that was found.
         fingerprint: of the target that the head was trained for, or None if unknown.
+        gamma: exponent of its probabilities in coupled drafts, or None if not measured.
         checked_against: sizes of the target it was checked against, or None.
         notes: assumptions and omissions, one sentence each.
     """
@@ -44,6 +46,7 @@ class HeadReport:
     vocabulary: str
     embedding: str
     fingerprint: str | None
+    gamma: float | None
     checked_against: str | None
     notes: tuple[str, ...] = ()
 
@@ -57,6 +60,7 @@ class HeadReport:
             ("drafts", self.vocabulary),
             ("embedding", self.embedding),
             ("trained for", self.fingerprint or "not recorded"),
+            ("sampling", f"drafts race with γ = {self.gamma or GAMMA:g}" + ("" if self.gamma else ", not measured")),
             ("checked", self.checked_against or "against itself only; give a target to check the fit"),
         ]
         return rows + [("note", note) for note in self.notes]

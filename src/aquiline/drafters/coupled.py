@@ -11,6 +11,7 @@ Source: arXiv 2408.07978; differs: γ > 1 sharpens q, which agrees more often fo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -38,11 +39,11 @@ class Coupling:
 
     Args:
         draft_to_target: (Vd,) int64 target ids of the draft ids, or None if they coincide.
-        gamma: γ, exponent of the draft's probabilities, > 0.
+        gamma: γ, exponent of the draft's probabilities, > 0; None takes `GAMMA`.
     """
 
-    def __init__(self, draft_to_target: Tensor | None = None, gamma: float = GAMMA) -> None:
-        self.gamma = gamma
+    def __init__(self, draft_to_target: Tensor | None = None, gamma: float | None = None) -> None:
+        self.gamma = GAMMA if gamma is None else gamma
         self._ids = None if draft_to_target is None else draft_to_target.cpu()
         self._tokens = None if self._ids is None else self._ids.numpy().astype(np.uint32)
 
@@ -101,3 +102,37 @@ def _kept(scores: Tensor, params: SamplingParams) -> Tensor:
 
 _COLDEST = 1e-6
 """Dividing logits by a lower temperature could overflow; the nucleus is one token long before."""
+
+
+def agreement(draft: Tensor, target: Tensor, gammas: Sequence[float], draft_to_target: Tensor | None = None) -> Tensor:
+    """Probability that the coupled draft is the target's own draw at temperature 1, exact over the noise.
+
+    Token v wins both races if E_w ≥ E_v · max(p_w / p_v, r_w / r_v) for every w, where r is q^γ normalised. With the
+    tokens in decreasing order of p / r, the maximum is the first term up to v and the second after it::
+
+        P(v wins both) = 1 / Σ_w max(p_w / p_v, r_w / r_v) = 1 / (Σ_{w ≤ v} p_w / p_v + Σ_{w > v} r_w / r_v)
+
+    Args:
+        draft: (n, Vd) draft logits.
+        target: (n, V) target logits at the same positions.
+        gammas: the values of γ, each > 0.
+        draft_to_target: (Vd,) int64 target ids of the draft ids, or None if they coincide.
+
+    Returns:
+        (len(gammas), n) in 0 … 1.
+    """
+    law, found = target.softmax(-1), []
+    p = law if draft_to_target is None else law[:, draft_to_target]
+    never = (1 - p.sum(-1, keepdim=True)).clamp(min=0)  # tokens that are never drafted come before all others
+    for gamma in gammas:
+        r = (draft * gamma).softmax(-1)
+        order = (p.log() - r.log()).nan_to_num(0).argsort(dim=-1, descending=True)
+        p_sorted, r_sorted = p.gather(-1, order).clamp(min=_SMALLEST), r.gather(-1, order).clamp(min=_SMALLEST)
+        before = never + p_sorted.cumsum(-1)
+        after = r_sorted.flip(-1).cumsum(-1).flip(-1) - r_sorted
+        found.append((1 / (before / p_sorted + after / r_sorted)).sum(-1))
+    return torch.stack(found)
+
+
+_SMALLEST = 1e-30
+"""Stands for a probability of 0, whose quotients would be undefined."""

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.cache import KVCache
-from aquiline.drafters.coupled import GAMMA
 from aquiline.targets.attention import attention_frame, attention_output, place
 from aquiline.targets.layers import Attention, DecoderLayer, GatedMLP, LayerConfig, RMSNorm, decoder_layers, stack_cache
 from aquiline.targets.rope import RotaryTable
@@ -205,14 +204,14 @@ class DraftHead:
         draft_to_target: (Vd,) int64 target id of each draft id, or None if they coincide.
         embedding: (V, H_draft), the head's own embedding, or None to use the target's.
         target_fingerprint: fingerprint of the target it was trained for, or None if unknown.
-        gamma: exponent of its probabilities in coupled drafts, > 0.
+        gamma: exponent of its probabilities in coupled drafts, > 0; None if not measured.
     """
 
     network: Network
     draft_to_target: Tensor | None = None
     embedding: Tensor | None = None
     target_fingerprint: str | None = None
-    gamma: float = GAMMA
+    gamma: float | None = None
 
     @property
     def config(self) -> HeadConfig:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline import tree as trees
-from aquiline.drafters.coupled import GAMMA, Coupling
+from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.filling import Candidates, fill_tree, parents_of
 from aquiline.drafters.parallel_network import (
@@ -40,13 +40,13 @@ class ParallelHeads:
         network: one of the networks of `parallel_network`.
         draft_to_target: (Vd,) int64 target id of each draft id, or None if they coincide.
         target_fingerprint: fingerprint of the target they were trained for, or None if unknown.
-        gamma: exponent of their probabilities in coupled drafts, > 0.
+        gamma: exponent of their probabilities in coupled drafts, > 0; None if not measured.
     """
 
     network: ParallelNetwork
     draft_to_target: Tensor | None = None
     target_fingerprint: str | None = None
-    gamma: float = GAMMA
+    gamma: float | None = None
 
     @property
     def config(self) -> ParallelConfig:

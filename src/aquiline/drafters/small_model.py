@@ -99,6 +99,7 @@ class SmallModel:
     Args:
         model: the small model; must share the target's tokens.
         policy: length of the chain; `min_prob` ends it when it becomes unlikely.
+        gamma: exponent of its probabilities in coupled drafts, > 0; None if not measured.
         sampled: for rows that sample, draw drafts from the model's own distribution instead of coupling them
             with the target's draws; the output then equals plain decoding in distribution, not token for
             token.
@@ -106,10 +107,18 @@ class SmallModel:
     Source: Leviathan et al. (arXiv 2211.17192); Chen et al. (arXiv 2302.01318).
     """
 
-    def __init__(self, model: Target, target: Target, policy: Chain | None = None, *, sampled: bool = False) -> None:
+    def __init__(
+        self,
+        model: Target,
+        target: Target,
+        policy: Chain | None = None,
+        *,
+        gamma: float | None = None,
+        sampled: bool = False,
+    ) -> None:
         check_tokens(model.shape, target.shape)
         self.model, self.policy, self.needs = model, policy or Chain(depth=4), Needs(samples=sampled, source="model")
-        self._vocab_size = target.shape.vocab_size
+        self._vocab_size, self._coupling = target.shape.vocab_size, Coupling(gamma=gamma)
 
     def new_state(self, slots: int, capacity: int) -> SmallModelState:
         return SmallModelState(self.model.new_cache(slots, capacity), [[] for _ in range(slots)])
@@ -144,10 +153,8 @@ class SmallModel:
         tokens: list[Tensor] = []
         scores: list[Tensor] = []  # joint log-probabilities, (B,)
 
-        coupling = Coupling()
-
         def choose(logits: Tensor) -> Tensor:
-            logits = coupling(logits, rows, len(tokens) + 1)
+            logits = self._coupling(logits, rows, len(tokens) + 1)
             best, token = logits.max(-1)
             score = (best - logits.logsumexp(-1)).float()
             tokens.append(token)

@@ -280,7 +280,8 @@ def _of_head(
         assert isinstance(policy, Chain | None)
         compare_tokens(head.path, path, target_shape(head.path), target.shape)
         model = load_target(head.path, target.dtype, target.device)
-        return SmallModel(fast_form(model, True) if packed else model, target, policy, sampled=sampled)
+        model = fast_form(model, True) if packed else model
+        return SmallModel(model, target, policy, gamma=head.report.gamma, sampled=sampled)
     if policy is None:
         policy = CPU_TREE[head.kind] if target.device.type == "cpu" else DynamicTree()
     # Rounding a head to int8 changes its acceptance by less than chance, and reads half as much.

@@ -32,7 +32,7 @@ def write_card(run: Run) -> Path:
     """
     path = run.output / "head" / "README.md"
     sections = [_title(run), _quality(run.measured, run.settings.kind != "small-model")]
-    sections += [_calibration(run.measured)] if run.measured else []
+    sections += [_calibration(run.measured), _coupling(run.measured)] if run.measured else []
     sections.append(_recipe(run))
     write_text(path, "\n\n".join(sections) + "\n")
     return path
@@ -84,6 +84,20 @@ def _calibration(acceptance: Mapping[str, Acceptance]) -> str:
         ]
         lines += [f"| {n:,} | {c:.3f} | {a:.3f} |" for n, c, a in measured.calibration if n]
     return "\n".join(lines)
+
+
+def _coupling(acceptance: Mapping[str, Acceptance]) -> str:
+    name, measured = next(iter(acceptance.items()))  # the set that decides γ
+    title = "## Drafts at temperature 1"
+    if measured.gamma is None:
+        return f"{title}\n\nγ was not measured."
+    head = " | ".join(f"γ = {gamma:g}" for gamma in measured.coupled)
+    shares = " | ".join(f"{share:.3f}" for share in measured.coupled.values())
+    return (
+        f"{title}\n\nFirst drafts accepted when draft and target race with the same noise, the draft's probabilities "
+        f"to the power of γ; γ = {measured.gamma:g} is stored with the head.\n\n"
+        f"| data | {head} |\n{'|---' * (len(measured.coupled) + 1)}|\n| {Path(name).name} | {shares} |"
+    )
 
 
 def _recipe(run: Run) -> str:

@@ -58,6 +58,7 @@ def log_acceptance(run: Run, path: str, measured: Acceptance, seconds: float) ->
         "tau_chain5": measured.tau_chain,
         "tau_tree": measured.tau_tree,
         "calibration_error": measured.calibration_error,
+        "coupled": {f"{gamma:g}": share for gamma, share in measured.coupled.items()},
         "seconds": seconds,
     }
     line = (

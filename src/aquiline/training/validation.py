@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aquiline.drafters.trees import EAGLE1_PATHS
 from aquiline.training.data.dataset import TrainingSet
-from aquiline.training.learners.learner import RANKS, Acceptance, Learner, Ranks
+from aquiline.training.learners.learner import GAMMAS, RANKS, Acceptance, Learner, Ranks
 
 VALIDATION_POSITIONS = 15_000
 """Positions of a validation split that are measured: enough for ± 0.01, few compared with a run."""
@@ -57,7 +57,7 @@ def measure_acceptance(learner: Learner, conversations: Iterable[tuple[Tensor, T
     parts = [learner.measure(tokens, mask) for tokens, mask in conversations if len(tokens) >= 3]
     if not parts:
         raise ValueError("no validation conversation of at least 3 tokens; prepare a larger set")
-    fields = zip(*((p.rank, p.valid, p.greedy, p.confidence) for p in parts), strict=True)
+    fields = zip(*((p.rank, p.valid, p.greedy, p.confidence, p.coupled) for p in parts), strict=True)
     found = Ranks(*(torch.cat(field, dim=-1) for field in fields))
     right = found.rank == 0
     alphas = _chain(right, found)
@@ -77,6 +77,7 @@ def measure_acceptance(learner: Learner, conversations: Iterable[tuple[Tensor, T
         tau_tree=_tau_tree(found),
         calibration=calibration,
         calibration_error=error,
+        coupled=dict(zip(GAMMAS, found.coupled.mean(-1).tolist(), strict=True)) if found.coupled.numel() else {},
     )
 
 

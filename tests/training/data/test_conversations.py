@@ -199,7 +199,7 @@ UNUSABLE: list[tuple[Any, str, str]] = [
     (turns("user", "system", "assistant"), ROLES, "turn 2 is system"),
     (turns("user", "assistant", "system"), ROLES, "turn 3 is system"),
     (turns("system", "assistant"), NO_CONVERSATION, "no user turn with an answer"),
-    (turns("user"), NO_CONVERSATION, "no user turn with an answer"),
+    (turns("user"), NO_CONVERSATION, "no user turn with an answer (prepare --regenerate"),
     (turns(), NO_CONVERSATION, "no user turn"),
     (turns("user", "oracle"), UNSUPPORTED, "'oracle'; allowed: assistant"),
     ({"messages": "hello"}, NO_CONVERSATION, "'messages' is str, not a list"),

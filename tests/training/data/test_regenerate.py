@@ -84,6 +84,41 @@ def test_each_turn_is_answered_given_the_new_history(tmp_path: Path) -> None:
     assert all(isinstance(item, Conversation) and item.finished for item in read_conversations(output))
 
 
+QUESTIONS: dict[str, tuple[Any, list[str]]] = {
+    "messages": ({"messages": [{"role": "user", "content": "why"}]}, ["why", "why after 0"]),
+    "a list": ([{"role": "user", "content": "why"}], ["why", "why after 0"]),
+    "ShareGPT": ({"conversations": [{"from": "human", "value": "why"}]}, ["why", "why after 0"]),
+    "a prompt": ({"prompt": "why"}, ["why", "why after 0"]),
+    "an empty completion": ({"prompt": "why", "completion": ""}, ["why", "why after 0"]),
+    "an instruction": ({"instruction": "why", "input": "this"}, ["why\n\nthis", "why\n\nthis after 0"]),
+    "a system turn": ({"system": "Be brief.", "prompt": "why"}, ["Be brief.", "why", "why after 1"]),
+    "a prompt of messages": (
+        {"prompt": [{"role": r, "content": t} for r, t in (("user", "a"), ("assistant", "b"), ("user", "c"))]},
+        ["a", "a after 0", "c", "c after 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", QUESTIONS)
+def test_questions_without_an_answer_are_answered(case: str, tmp_path: Path) -> None:
+    record, expected = QUESTIONS[case]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(record) + "\n")
+    report = regenerate(source, output, Echo())
+    assert (report.written, report.refused) == (1, {})
+    assert said(records(output)[0]) == expected
+    [item] = read_conversations(output)
+    assert isinstance(item, Conversation) and item.messages[-1].role == "assistant"
+
+
+def test_a_record_without_a_question_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    empty = [{"messages": []}, {"system": "Be brief.", "messages": []}, {"prompt": " "}, {"prompt": None}]
+    source.write_text("".join(json.dumps(record) + "\n" for record in empty))
+    report = regenerate(source, tmp_path / "out.jsonl", Echo())
+    assert (report.written, report.refused) == (0, {"no conversation": 3, "empty turn": 1})
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     source, output = talks(tmp_path / "in", 3), tmp_path / "out"
     with locked(output), pytest.raises(ValueError, match=rf"another process .pid {os.getpid()}"):

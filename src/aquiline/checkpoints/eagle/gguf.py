@@ -29,7 +29,7 @@ from aquiline.targets.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURE = "eagle3"
 _ROPE_KEY = "aquiline.rope_parameters"
-_FINGERPRINT_KEY = "aquiline.target_fingerprint"
+_FINGERPRINT_KEY, _GAMMA_KEY = "aquiline.target_fingerprint", "aquiline.gamma"
 _NAMES = {
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
@@ -168,6 +168,8 @@ def _write_sizes(writer: Any, stored: StoredHead) -> None:
     writer.add_string(_ROPE_KEY, json.dumps({"rope": exact, "rms_norm_eps": layer.rms_norm_eps}))
     if stored.fingerprint:
         writer.add_string(_FINGERPRINT_KEY, stored.fingerprint)
+    if stored.gamma is not None:
+        writer.add_float64(_GAMMA_KEY, stored.gamma)
 
 
 def _copy_tokenizer(writer: Any, target_gguf: Path, vocab_size: int) -> None:
@@ -246,8 +248,9 @@ def _config(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
         "norm_before_residual": fields.get(f"{ARCHITECTURE}.norm_before_residual", False),
         "norm_before_fc": fields.get(f"{ARCHITECTURE}.norm_before_fc", False),
     }
-    if _FINGERPRINT_KEY in fields:
-        config["aquiline_target_fingerprint"] = fields[_FINGERPRINT_KEY]
+    for name, key in (("aquiline_target_fingerprint", _FINGERPRINT_KEY), ("aquiline_gamma", _GAMMA_KEY)):
+        if key in fields:
+            config[name] = fields[key]
     return config
 
 

@@ -15,7 +15,6 @@ from aquiline.checkpoints.eagle.layer_ids import looks_like_outputs, resolve_lay
 from aquiline.checkpoints.eagle.stored import StoredHead, check_tensors, head_config
 from aquiline.checkpoints.eagle.vocabulary import resolve_vocabulary
 from aquiline.checkpoints.report import HeadReport, fits
-from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import HeadConfig
 from aquiline.models.tensors import check_values, read_weights
 from aquiline.targets.target import Feature, TargetShape
@@ -68,7 +67,7 @@ def read_eagle(
     check_tensors(sizes, tensors, place)
     ids, map_origin = _vocabulary(sizes, raw, d2t, t2d, place)
     _check_embedding(sizes, embedding, place)
-    fingerprint, gamma = raw.get("aquiline_target_fingerprint"), raw.get("aquiline_gamma") or GAMMA
+    fingerprint, gamma = raw.get("aquiline_target_fingerprint"), raw.get("aquiline_gamma")
     stored = StoredHead(sizes, tensors, ids, embedding, fingerprint, gamma)
     notes = (*translated.notes, *fc_notes, *_doubts(stored, raw, translated.dialect, target, choices))
     return stored, _report(path, translated.dialect, files, stored, (origin, map_origin), target, notes)
@@ -178,6 +177,7 @@ def _report(
         vocabulary=f"{stored.config.draft_vocab_size} tokens ({origins[1]})",
         embedding="the target's" if stored.embedding is None else "its own",
         fingerprint=stored.fingerprint,
+        gamma=stored.gamma,
         checked_against=fits(target),
         notes=notes,
     )

@@ -17,7 +17,6 @@ from torch import Tensor
 from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.checkpoints.eagle.vocabulary import membership, offsets
-from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig
 from aquiline.models.tensors import write_folder
 from aquiline.targets.rope import RopeConfig
@@ -41,7 +40,7 @@ def native_config(stored: StoredHead) -> dict[str, Any]:
         result["eagle_aux_hidden_state_layer_ids"] = list(config.features)
     if stored.fingerprint:
         result["aquiline_target_fingerprint"] = stored.fingerprint
-    if stored.gamma != GAMMA:
+    if stored.gamma is not None:
         result["aquiline_gamma"] = stored.gamma
     return result
 

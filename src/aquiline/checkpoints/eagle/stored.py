@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from aquiline.checkpoints.eagle.config_kinds import NORM_FLAGS, check_sizes
-from aquiline.drafters.coupled import GAMMA
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network
 from aquiline.models import tensors as tensor_rules
 from aquiline.targets.layers import LayerConfig
@@ -32,7 +31,7 @@ class StoredHead:
         draft_to_target: (Vd,) int64 increasing target ids, or None where they coincide.
         embedding: (V, H_draft) the head's own embedding, or None.
         fingerprint: of the target that it was trained for, or None.
-        gamma: exponent of its probabilities in coupled drafts, > 0; see `aquiline.drafters.coupled`.
+        gamma: exponent of its probabilities in coupled drafts, > 0; None if not measured.
     """
 
     config: HeadConfig
@@ -40,7 +39,7 @@ class StoredHead:
     draft_to_target: Tensor | None = None
     embedding: Tensor | None = None
     fingerprint: str | None = None
-    gamma: float = GAMMA
+    gamma: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:

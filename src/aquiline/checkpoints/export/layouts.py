@@ -118,6 +118,8 @@ def _write(
 ) -> ExportReport:
     if stored.fingerprint:
         config["aquiline_target_fingerprint"] = stored.fingerprint
+    if stored.gamma is not None:
+        config["aquiline_gamma"] = stored.gamma
     write_folder(output, config, file_tensors(stored, first))
     return _finish(to, output, ("config.json", "model.safetensors"), snippet, notes)
 

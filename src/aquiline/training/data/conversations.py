@@ -35,7 +35,7 @@ _TURNS = ("messages", "conversations", "conversation")
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """A usable record: [system], then user and assistant in turn, ending with assistant.
+    """A usable record: [system], then user and assistant in turn, ending with assistant, or with a question to answer.
 
     An assistant's turn with tool calls is followed by tool turns and another assistant's turn.
 
@@ -87,7 +87,7 @@ class Refusals:
             self.first.append(str(refusal))
 
 
-def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
+def read_conversations(source: str | Path, *, unanswered: bool = False) -> Iterator[Conversation | Refusal]:
     """Streams a source's records as conversations or refusals, in order, in constant memory.
 
     Understood records: ShareGPT (``conversations`` of ``from``/``value``), OpenAI style (``messages`` of
@@ -104,6 +104,11 @@ def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
     ``owner/name:config:split``). A JSON or gzip source that ends in the middle of a record yields every whole
     record before it and then one refusal with the reason `CUT`.
 
+    Args:
+        source: a file or dataset name.
+        unanswered: keep a last user turn without an answer, and records with no other turn (``prompt`` or
+            ``instruction`` alone): somebody will answer it.
+
     Raises:
         ValueError: the source is neither a file nor a loadable dataset, or its container is not
             one of the above.
@@ -113,12 +118,12 @@ def read_conversations(source: str | Path) -> Iterator[Conversation | Refusal]:
         try:
             if isinstance(record, Unusable):
                 raise record
-            yield _conversation(record, name, index)
+            yield _conversation(record, name, index, unanswered)
         except Unusable as error:
             yield Refusal(name, index, error.reason, error.detail)
 
 
-def _conversation(record: Any, name: str, index: int) -> Conversation:
+def _conversation(record: Any, name: str, index: int, unanswered: bool) -> Conversation:
     if isinstance(record, list) and record and isinstance(record[0], Mapping):
         record = {"messages": record}
     if not isinstance(record, Mapping):
@@ -133,31 +138,31 @@ def _conversation(record: Any, name: str, index: int) -> Conversation:
         raise Unusable(UNSUPPORTED, f"'finished' is {finished!r}; allowed: true or false")
     if isinstance(record.get("text"), str) and not any(record.get(key) for key in (*_TURNS, "instruction", "prompt")):
         return Conversation((), text=text_of(record["text"], 1), finished=finished, **common)
-    turns = _turns(record)
+    turns = _turns(record, unanswered)
     system = next((record[key] for key in ("system", "system_prompt") if record.get(key)), None)
     if system and (not turns or turns[0].role != "system") and (text := text_of(system, 0)).strip():
         turns.insert(0, Message("system", text))
-    adjusted = _trim(turns)
+    adjusted = _trim(turns, unanswered)
     # A dropped trailing user turn proves that the answer before it was complete.
     return Conversation(tuple(turns), adjusted=adjusted, finished=finished or TRAILING_DROPPED in adjusted, **common)
 
 
-def _trim(turns: list[Message]) -> tuple[str, ...]:
-    """Drops half exchanges at both ends, names them, and checks the rest."""
+def _trim(turns: list[Message], unanswered: bool) -> tuple[str, ...]:
+    """Drops half exchanges at both ends, except one to be answered, names them, and checks the rest."""
     adjusted = []
     start = 1 if turns and turns[0].role == "system" else 0
     # ShareGPT split its long conversations, sometimes in the middle of an exchange.
     if len(turns) > start and turns[start].role == "assistant":
         del turns[start]
         adjusted.append(LEADING_DROPPED)
-    if len(turns) > start + 1 and turns[-1].role == "user":
+    if not unanswered and len(turns) > start + 1 and turns[-1].role == "user":
         del turns[-1]
         adjusted.append(TRAILING_DROPPED)
-    _check(turns, start)
+    _check(turns, start, unanswered)
     return tuple(adjusted)
 
 
-def _turns(record: Mapping[str, Any]) -> list[Message]:
+def _turns(record: Mapping[str, Any], unanswered: bool) -> list[Message]:
     lists = [(key, record[key]) for key in _TURNS if key in record]
     for key, turns in sorted(lists, key=lambda pair: pair[1] in ([], ())):
         if not isinstance(turns, Sequence) or isinstance(turns, str):
@@ -165,9 +170,10 @@ def _turns(record: Mapping[str, Any]) -> list[Message]:
         if turns or not {"instruction", "prompt"} & record.keys():
             return [parse_message(turn, number) for number, turn in enumerate(turns, 1)]
     if "instruction" in record:
-        return _alpaca(record)
+        return _alpaca(record, unanswered)
     if "prompt" in record:
-        return [*_side(record["prompt"], "user", 1), *_side(record.get("completion"), "assistant", 2)]
+        question, answer = _side(record["prompt"], "user", 1), record.get("completion")
+        return question if unanswered and not answer else [*question, *_side(answer, "assistant", 2)]
     keys = ", ".join(sorted(map(str, record))[:8]) or "none"
     raise Unusable(
         NO_CONVERSATION,
@@ -175,7 +181,7 @@ def _turns(record: Mapping[str, Any]) -> list[Message]:
     )
 
 
-def _alpaca(record: Mapping[str, Any]) -> list[Message]:
+def _alpaca(record: Mapping[str, Any], unanswered: bool) -> list[Message]:
     turns = []
     history = record.get("history", ())
     for pair in history if isinstance(history, Sequence) else (history,):
@@ -186,7 +192,9 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
     extra = text_of(record.get("input") or "", len(turns) + 1)
     if extra.strip():
         question = f"{question}\n\n{extra}"
-    return [*turns, Message("user", question), Message("assistant", text_of(record.get("output"), len(turns) + 2))]
+    turns.append(Message("user", question))
+    answer = record.get("output")
+    return turns if unanswered and not answer else [*turns, Message("assistant", text_of(answer, len(turns) + 1))]
 
 
 def _side(value: Any, role: str, number: int) -> list[Message]:
@@ -207,9 +215,10 @@ def _tools(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _check(turns: Sequence[Message], start: int) -> None:
-    if len(turns) < start + 2:
-        raise Unusable(NO_CONVERSATION, "no user turn with an answer")
+def _check(turns: Sequence[Message], start: int, unanswered: bool) -> None:
+    if len(turns) < start + (1 if unanswered else 2):
+        remedy = "" if unanswered or len(turns) == start else " (prepare --regenerate has the target answer)"
+        raise Unusable(NO_CONVERSATION, f"no user turn{'' if unanswered else ' with an answer'}{remedy}")
     expected: tuple[str, ...] = ("user",)
     for number, turn in enumerate(turns[start:], start + 1):
         if turn.role not in expected:
@@ -222,5 +231,5 @@ def _check(turns: Sequence[Message], start: int) -> None:
             expected = ("assistant", "tool") if turn.role == "tool" else ("assistant",)
     if turns[-1].role == "tool":
         raise Unusable(ROLES, f"turn {len(turns)} is tool, expected assistant after it")
-    if not any(turn.trained for turn in turns if turn.role == "assistant"):
+    if turns[-1].role != "user" and not any(turn.trained for turn in turns if turn.role == "assistant"):
         raise Unusable(NO_LOSS, "every answer has the weight 0")

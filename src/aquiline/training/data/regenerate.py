@@ -1,9 +1,9 @@
 """Replaces the assistant's turns of conversations with the target's own answers.
 
 A draft head learns to predict the target, so the target's own text is the best training data. Each
-user turn is answered again, given the system turn and the *regenerated* turns before it. The answers
-come from a function, which may run a local model on large batches or query a server
-(`aquiline.training.data.endpoint`) with many requests in flight.
+user turn is answered again, or for the first time, given the system turn and the *regenerated*
+turns before it. The answers come from a function, which may run a local model on large batches or
+query a server (`aquiline.training.data.endpoint`) with many requests in flight.
 
 The output is JSON lines in OpenAI's ``messages`` form, ready for `prepare`. A finished conversation is
 appended once and never changed; a killed run resumes when it is repeated with the same arguments.
@@ -66,7 +66,7 @@ def regenerate(
     progress: Callable[[Counter[str]], None] | None = None,
     **settings: Any,
 ) -> RegenerateReport:
-    """Answers all user turns of the conversations again and appends the results to `output`.
+    """Answers all user turns of the conversations, answered before or not, and appends the results to `output`.
 
     A hash of its text and the seed selects each conversation's sampling, so a resumed run makes the same choice. A
     conversation ends at the first answer that the budget cuts (``"finished": false``) and before an answer that is
@@ -144,7 +144,7 @@ def _pending(names: Sequence[str | Path], run: _Run) -> Iterator[_Talk]:
     """Yields the source's conversations that are not done yet."""
     settings, taken = run.settings, set[str]()
     for name in names:
-        for item in read_conversations(name):
+        for item in read_conversations(name, unanswered=True):
             if len(taken) == settings.limit:
                 return
             if isinstance(item, Refusal):

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.drafters.coupled import agreement
 from aquiline.targets.decoder import Decoder
 from aquiline.training.features import compute_features
-from aquiline.training.learners.learner import RANKS, Example, Ranks
+from aquiline.training.learners.learner import GAMMAS, RANKS, Example, Ranks, raced
 from aquiline.training.losses import distribution_loss, restricted_probs
 
 _BLOCK = 256  # positions whose logits over the whole vocabulary are held at once
@@ -57,10 +58,10 @@ def held_out_batch(target: Decoder, tokens: Tensor, mask: Tensor) -> tuple[TextB
         mask: (n,) bool, the token is the assistant's.
 
     Returns:
-        The batch, and the target's (n,) int64 arg-max after each position.
+        The batch, and the target's (n, V) logits after each position.
     """
     final = compute_features(target, tokens, ("final",))
-    return text_batch([Example(tokens, mask, final, final)]), target.project(final).argmax(-1)
+    return text_batch([Example(tokens, mask, final, final)]), target.project(final)
 
 
 def counted(mask: Tensor, ahead: int) -> Tensor:
@@ -132,7 +133,7 @@ def ranks_ahead(
     first: int,
     read_out: Tensor,
     vocabulary: Tensor | None,
-    truth: Tensor,
+    said: Tensor,
     depths: int,
 ) -> Ranks:
     """Ranks the target's own tokens among predictions ahead in one conversation.
@@ -146,9 +147,10 @@ def ranks_ahead(
         first: see `positions_that_count`.
         read_out: (Vd, H) matrix that turns a stream into logits.
         vocabulary: (Vd,) int64 target ids of the draft ids, or None for all.
-        truth: (n,) int64 the target's arg-max after each position.
+        said: (n, V) the target's logits after each position.
         depths: to compare.
     """
+    truth = said.argmax(-1)
     own = torch.zeros_like(batch.mask)  # entry u: the token at u is the target's own choice
     own[1:] = truth[:-1] == batch.tokens[1:]
     valid = [counted(batch.mask, first + depth) for depth in range(depths)]
@@ -156,8 +158,10 @@ def ranks_ahead(
         if first + depth > 1:
             valid[depth] &= counted(own, first + depth - 1)
     rank, confidence = _ranks(streams, read_out, vocabulary, truth, first, depths)
-    on_path = torch.stack(valid)
-    return Ranks(rank, on_path, torch.ones_like(on_path), confidence)
+    on_path, at = torch.stack(valid), raced(counted(batch.mask, first))
+    logits = (streams[0][at] @ read_out.t()).float()
+    coupled = agreement(logits, said[at + first - 1].float(), GAMMAS, vocabulary)
+    return Ranks(rank, on_path, torch.ones_like(on_path), confidence, coupled)
 
 
 def _ranks(

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.checkpoints.eagle.safeailab import write_head
+from aquiline.drafters.coupled import agreement
 from aquiline.drafters.eagle_network import DraftHead, Eagle3Network, EagleNetwork, Network
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Feature, Target
 from aquiline.training.features import compute_features
 from aquiline.training.learners.eagle_start import fit_fusion
-from aquiline.training.learners.learner import RANKS, Acceptance, Example, Ranks, refresh
+from aquiline.training.learners.learner import GAMMAS, RANKS, Acceptance, Example, Ranks, raced, refresh
 from aquiline.training.learners.target_parts import embedding_table, read_out_rows
 from aquiline.training.learners.unroll import block_mask, unroll
 from aquiline.training.losses import distribution_loss, feature_loss, restricted_probs
@@ -225,8 +226,10 @@ class EagleLearner:
         width = config.target_hidden_size * len(config.features)
         example = Example(tokens, mask, both[:, :width], both[:, -config.target_hidden_size :])
         micro = build_micro_batch([example], self.embedding, steps)
-        best, confidence = self._best(micro)
-        truth = self.target.project(example.final).argmax(-1)
+        best, confidence, first = self._best(micro)
+        said = self.target.project(example.final)
+        truth, at = said.argmax(-1), raced(mask[2:])
+        coupled = agreement(first[at], said[at + 1].float(), GAMMAS, self.head.draft_to_target)
         size = len(tokens) - 1
         rank = torch.full((steps, size), RANKS, device=tokens.device)
         valid = torch.zeros(steps, size, dtype=torch.bool, device=tokens.device)
@@ -238,18 +241,18 @@ class EagleLearner:
             rank[i, :held] = torch.where(found.any(-1), found.int().argmax(-1), RANKS)
             valid[i, :held] = mask[2 + i :]
             greedy[i, :held] = tokens[2 + i :] == wanted
-        return Ranks(rank, valid, greedy, confidence)
+        return Ranks(rank, valid, greedy, confidence, coupled)
 
-    def _best(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Target ids of the best drafts (steps, T, RANKS), and the first step's confidence (T,)."""
-        best, confidence, vocabulary = [], torch.empty(0), self.head.draft_to_target
+    def _best(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Target ids of the best drafts (steps, T, RANKS), and the first step's confidence (T,) and logits (T, Vd)."""
+        best, confidence, first, vocabulary = [], torch.empty(0), torch.empty(0), self.head.draft_to_target
         for i, stream in enumerate(self.streams(micro)):
             logits = self.logits(stream[0]).float()
             ids = logits.topk(min(RANKS, logits.shape[-1])).indices
             if i == 0:
-                confidence = torch.softmax(logits, dim=-1).amax(-1)
+                confidence, first = torch.softmax(logits, dim=-1).amax(-1), logits
             best.append(ids if vocabulary is None else vocabulary.to(ids)[ids])
-        return torch.stack(best), confidence
+        return torch.stack(best), confidence, first
 
     def describe(self) -> str:
         config = self.head.config
@@ -259,7 +262,8 @@ class EagleLearner:
         )
 
     def save(self, folder: Path, measured: Acceptance | None) -> None:
-        write_head(folder, self.head)
+        gamma = measured.gamma if measured else None
+        write_head(folder, dataclasses.replace(self.head, gamma=gamma or self.head.gamma))
 
 
 def learn_head(target: Target, head: DraftHead) -> EagleLearner:

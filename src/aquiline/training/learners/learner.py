@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -14,6 +14,12 @@ from aquiline.targets.target import Feature
 
 RANKS = 10
 """Candidates of a draft whose ranks are counted."""
+
+GAMMAS = (0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
+"""Exponents of a draft's probabilities among which the best for coupled drafts is found."""
+
+_COUPLED_EVERY = 8
+"""Of the positions, one in this many is raced: each sorts the vocabulary once per γ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +48,15 @@ class Ranks:
         valid: (depths, T) bool, the position counts.
         greedy: (depths, T) bool, the text after the position is the target's own choice: a chain may continue.
         confidence: (T,) probability of the best draft at the first depth.
+        coupled: (len(GAMMAS), m) probability that the coupled first draft is the target's draw at temperature 1, at
+            some of the positions; see `aquiline.drafters.coupled.agreement`.
     """
 
     rank: Tensor
     valid: Tensor
     greedy: Tensor
     confidence: Tensor
+    coupled: Tensor
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class Acceptance:
         tau_tree: the same with EAGLE-1's fixed tree.
         calibration: per bin of confidence (0 … 0.1, …): positions, mean confidence, share accepted.
         calibration_error: expected calibration error, Σ share of positions · |confidence - accepted|.
+        coupled: γ → share of first drafts accepted at temperature 1; empty without positions.
     """
 
     alphas: list[float]
@@ -73,6 +83,17 @@ class Acceptance:
     tau_tree: float
     calibration: list[tuple[int, float, float]]
     calibration_error: float
+    coupled: Mapping[float, float]
+
+    @property
+    def gamma(self) -> float | None:
+        """γ with the most accepted drafts; None without positions."""
+        return max(self.coupled, key=self.coupled.__getitem__, default=None)
+
+
+def raced(valid: Tensor) -> Tensor:
+    """(m,) int64 of the positions in a (T,) bool mask where coupled drafts are measured."""
+    return valid.nonzero()[::_COUPLED_EVERY, 0]
 
 
 class Learner(Protocol):

@@ -125,8 +125,8 @@ class ParallelLearner:
         return f"the heads start as the regression of the feature ahead over {positions:,} positions"
 
     def measure(self, tokens: Tensor, mask: Tensor) -> Ranks:
-        batch, truth = held_out_batch(self.target, tokens, mask)
-        return ranks_ahead(self.streams(batch), batch, _FIRST, self.read_out, self.vocabulary, truth, self.depths)
+        batch, said = held_out_batch(self.target, tokens, mask)
+        return ranks_ahead(self.streams(batch), batch, _FIRST, self.read_out, self.vocabulary, said, self.depths)
 
     def describe(self) -> str:
         config = self.network.config
@@ -139,7 +139,9 @@ class ParallelLearner:
         by_rank = measured.by_rank if measured else ()
         accuracies = tuple(tuple(round(value, 4) for value in row) for row in by_rank)
         self.network.config = replace(self.network.config, accuracies=accuracies)
-        write_parallel_heads(folder, ParallelHeads(self.network, self.vocabulary, self.fingerprint))
+        gamma = measured.gamma if measured else None
+        heads = ParallelHeads(self.network, self.vocabulary, self.fingerprint, gamma)
+        write_parallel_heads(folder, heads)
 
 
 def new_parallel(

@@ -107,9 +107,9 @@ class SmallLearner:
         raise AssertionError("a small model starts as layers of the target; fit_positions is 0")
 
     def measure(self, tokens: Tensor, mask: Tensor) -> Ranks:
-        batch, truth = held_out_batch(self.target, tokens, mask)
+        batch, said = held_out_batch(self.target, tokens, mask)
         read_out = self.target.lm_head.weight  # it drafts every token, whatever its loss was over
-        return ranks_ahead(self.streams(batch), batch, _FIRST, read_out, None, truth, _MEASURED_DEPTHS)
+        return ranks_ahead(self.streams(batch), batch, _FIRST, read_out, None, said, _MEASURED_DEPTHS)
 
     def describe(self) -> str:
         layers, all_layers = self.network.config.num_layers, self.target.config.num_layers
@@ -128,6 +128,8 @@ class SmallLearner:
         tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in tensors.items()}
         config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         config = small_model_json(config, self.network.config) | {"aquiline_target_fingerprint": self.fingerprint}
+        if measured and measured.gamma:
+            config["aquiline_gamma"] = measured.gamma
         with filling(folder) as scratch:
             save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
             (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
