@@ -1,10 +1,15 @@
 """Measures the gain of the store of text: rewriting with `prediction`, prompts run again, and ordinary chat.
 
-    python benchmarks/lookup_gain.py --output benchmarks/results/lookup_gain.json
+    python benchmarks/lookup_gain.py --output benchmarks/results/lookup-gain.json
 
-Three cases, each interleaved with plain decoding, at temperature 0: an expected text of which every `--every`-th word
-was changed, prompts that ran before (`shared_lookup`), and prompts without either, by default and by the head alone.
-Needs a quiet machine for its speeds; tokens per forward and the counts by source need none.
+At temperature 0, all cases take turns on every prompt:
+
+- prediction: the output is expected, but every `--every`-th word of the expected text was changed;
+- second run: the prompt ran before (`shared_lookup`);
+- default and first run: ordinary chat, without and with the shared store, against the head alone.
+
+A ratio is the quotient of the decoding times of one output, and the median over prompts and repeats is reported.
+Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -12,9 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aquiline
+from aquiline.bench.environment import environment
+from aquiline.bench.methods import Bed
 from aquiline.stats import GenerationStats
 
 PROMPTS = (
@@ -23,6 +31,7 @@ PROMPTS = (
     "List ten ways to save water at home, with a sentence on each.",
     "Write a Python function that merges two sorted lists, and explain it.",
 )
+CASES = ("plain", "head alone", "default", "first run", "second run", "prediction")
 
 
 def changed(text: str, every: int) -> str:
@@ -31,42 +40,63 @@ def changed(text: str, every: int) -> str:
     return " ".join("changed" if i % every == every - 1 else word for i, word in enumerate(words))
 
 
-def row(stats: GenerationStats, plain: GenerationStats) -> dict[str, Any]:
-    speed = stats.decode_tokens_per_second / plain.decode_tokens_per_second
-    return {"tau": stats.mean_accept_length, "sources": dict(stats.sources), "speed_against_plain": speed}
+def seconds(stats: GenerationStats) -> float:
+    return stats.emitted / stats.decode_tokens_per_second
 
 
-def total(outputs: list[Any]) -> GenerationStats:
-    stats = GenerationStats()
-    for output in outputs:
-        stats.add(output.stats)
-    return stats
+def row(found: list[GenerationStats], others: dict[str, list[GenerationStats]]) -> dict[str, Any]:
+    total = GenerationStats()
+    for stats in found:
+        total.add(stats)
+    ratios = {
+        f"against {name}": median(seconds(b) / seconds(a) for a, b in zip(found, each, strict=True))
+        for name, each in others.items()
+    }
+    return {"tokens": total.emitted, "tau": total.mean_accept_length, "sources": dict(total.sources)} | ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--head", default="smollm2-eagle3")
     parser.add_argument("--tokens", type=int, default=400, help="most tokens of an output (default: 400)")
     parser.add_argument("--every", type=int, default=40, help="every N-th word of the expected text is changed")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    settings: dict[str, Any] = {"max_new_tokens": arguments.tokens, "temperature": 0}
-    usual = aquiline.load(arguments.target, adaptive=False)
-    sharing = aquiline.load(arguments.target, adaptive=False, shared_lookup=True)
-    plain, cases = usual.plain(), dict[str, list[Any]]()
-    for prompt in PROMPTS:
+    usual, alone = aquiline.load(arguments.target), aquiline.load(arguments.target, draft=arguments.head)
+    plain = usual.plain()
+    found: dict[str, list[GenerationStats]] = {case: [] for case in CASES}
+    equal = 0
+    for number in range(arguments.repeats * len(PROMPTS)):
+        sharing = aquiline.load(arguments.target, shared_lookup=True)  # a new one: its store is empty
+        prompt = PROMPTS[number % len(PROMPTS)]
+        settings: dict[str, Any] = {"max_new_tokens": arguments.tokens, "temperature": 0}
+        for loaded in (plain, alone, usual, sharing):
+            loaded.generate("Name a river.", max_new_tokens=16, temperature=0)
         expected = plain.generate(prompt, **settings)
-        cases.setdefault("plain", []).append(expected)
         text = changed(expected.text, arguments.every)
-        cases.setdefault("prediction", []).append(usual.generate(prompt, prediction=text, **settings))
-        cases.setdefault("default", []).append(usual.generate(prompt, **settings))
-        cases.setdefault("first run", []).append(sharing.generate(prompt, **settings))
-        cases.setdefault("second run", []).append(sharing.generate(prompt, **settings))
-    for name, outputs in cases.items():
-        same = [output.token_ids for output in outputs] == [output.token_ids for output in cases["plain"]]
-        print(f"{name}: {'' if same else 'NOT '}plain decoding's tokens")
-    report = {name: row(total(outputs), total(cases["plain"])) for name, outputs in cases.items()}
-    text = json.dumps(report, indent=1)
+        runs = [
+            [("plain", plain, {})],
+            [("head alone", alone, {})],
+            [("default", usual, {})],
+            [("first run", sharing, {}), ("second run", sharing, {})],
+            [("prediction", usual, {"prediction": text})],
+        ]
+        shift = number % len(runs)
+        for name, loaded, more in (run for block in runs[shift:] + runs[:shift] for run in block):
+            output = loaded.generate(prompt, **settings, **more)
+            equal += output.token_ids == expected.token_ids
+            found[name].append(output.stats)
+    against = {name: found[name] for name in ("plain", "head alone")}
+    bed = Bed(usual.engine.target, usual.tokenizer, usual.engine.end_ids, usual.target_path, arguments.target, {})
+    report = {
+        "environment": environment(bed),
+        "outputs": len(CASES) * len(found["plain"]),
+        "equal to plain": equal,
+        "cases": {name: row(each, against) for name, each in found.items()},
+    }
+    text = json.dumps(report, indent=1, ensure_ascii=False)
     print(text)
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")

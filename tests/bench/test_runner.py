@@ -11,9 +11,11 @@ import pytest
 from aquiline.bench import measure as measuring
 from aquiline.bench import runner
 from aquiline.bench.agreement import WrongTokens
+from aquiline.bench.contexts import in_contexts
 from aquiline.bench.methods import METHODS, Bed, Method, check_methods, make_method, parse_method
 from aquiline.bench.runner import run_bench
 from aquiline.bench.settings import PRESETS, BenchSettings
+from aquiline.bench.tasks import load_questions
 from aquiline.drafters.adaptive import Adaptive
 from aquiline.drafters.trees import Chain, DynamicTree
 from tests.bench.scripted import path_bed
@@ -96,6 +98,36 @@ def test_second_turns_hold_plain_decodings_first_answer(questions: Path, tmp_pat
     )
     seconds = [r["prompt_tokens"] for r in results["records"] if r["questions"] == ["1"] and r["turn"] == 1]
     assert seconds == [[expected]] * 4
+
+
+def test_questions_stand_behind_long_texts(questions: Path, tmp_path: Path) -> None:
+    bed = path_bed()
+    chosen = settings(questions, tmp_path / "out", batch_sizes=(1,), contexts=(0, 120, 160))
+    report = run_bench(chosen, bed, quiet=True)
+    tasks = [f"{task}{at}" for at in ("", "@120", "@160") for task in ("mt_bench", "qa")]
+    assert list(report.results["questions"]) == tasks
+    for record in report.results["records"]:
+        length = record["task"].partition("@")[2]
+        if length:
+            assert int(length) - 64 < record["prompt_tokens"][0] <= int(length) and record["turn"] == 0
+    assert all(cell["equal"] == cell["outputs"] for cell in report.results["agreement"])
+    cells = {(cell["method"], cell["task"]): cell for cell in report.results["summary"]}
+    for task, shown in (("mt_bench@120", "MT-bench, 120 tokens"), ("qa@160", "Natural Questions, 160 tokens")):
+        [row] = [line for line in report.markdown.splitlines() if line.startswith(f"| {shown} |")]
+        cell = cells["prompt-lookup", task]
+        assert f"{cell['decode_speedup_vs_plain']['median']:.2f}x / {cell['tau']['value']:.2f}" in row
+    assert cells["plain", "qa"]["decode_speedup_vs_plain"]["median"] == pytest.approx(1, rel=0.5)
+
+
+def test_the_texts_before_a_question_are_those_of_the_others(questions: Path) -> None:
+    tokenizer, asked = path_bed().tokenizer, load_questions([questions])
+    [behind] = [q for q in in_contexts(asked, (130,), tokenizer) if (q.task, q.id) == ("mt_bench@130", "2")]
+    # From the question after it on, then around; 130 less 64 for a template and 15 for the question.
+    filling = "one two one two\n\nWhich? Which? Which?\n\nabcabcabc\n\none two"[:51]
+    assert behind.turns == (f"{filling}\n\nthe cat the cat",)
+    assert in_contexts(asked, (10,), tokenizer)[0].turns == ("abcabcabc",), "longer than 10 tokens: alone"
+    with pytest.raises(ValueError, match="one question"):
+        in_contexts(asked[:1], (130,), tokenizer)
 
 
 def test_references_take_turns_where_asked(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ DEFINITIONS = {
     "included; the median over prompts.",
     "decode_tokens_per_second": "Emitted tokens after the first divided by the seconds after the first token; the "
     "median over prompts.",
+    "decode_speedup_vs_plain": "The method's decode tokens per second divided by plain decoding's for the same prompt "
+    "(the mean of its runs); the median over prompts.",
     "tau": "τ, mean accept length: emitted tokens per target forward = 1 + accepted drafts / forwards, the papers' "
     "definition with its +1, over all forwards of the cell (prefill not counted).",
     "alpha": "n-α, for chain drafts: of the drafts at depth n + 1 below accepted ones, the share accepted.",
@@ -60,6 +62,7 @@ def summarise(records: Sequence[Record], chains: Iterable[str] = ()) -> list[dic
         JSON-able cells in the order of first appearance.
     """
     references = {name: _seconds_per_token(records, name) for name in (PLAIN, HF)}
+    plain_rates = _decode_rates(records)
     chains = frozenset(chains)
     groups: dict[tuple[float, int, str, str], list[Record]] = {}
     partial = {r.task for r in records if r.turn} & {r.task for r in records if r.batch > 1}
@@ -71,7 +74,7 @@ def summarise(records: Sequence[Record], chains: Iterable[str] = ()) -> list[dic
             groups.setdefault((record.temperature, record.batch, record.method, task), []).append(record)
     return [
         {"temperature": t, "batch": b, "method": method, "task": task}
-        | _cell(group, references, chain=method in chains)
+        | _cell(group, references, plain_rates, chain=method in chains)
         for (t, b, method, task), group in groups.items()
     ]
 
@@ -93,8 +96,18 @@ def _runs(
     return runs
 
 
+def _decode_rates(records: Sequence[Record]) -> dict[tuple[Any, ...], float]:
+    """Case → plain decoding's tokens per second after the first, the mean of its runs."""
+    runs = _runs([r for r in records if _decode_rate(r)], PLAIN, lambda record: _decode_rate(record) or 0.0)
+    return {case: sum(values) / len(values) for case, values in runs.items()}
+
+
 def _cell(
-    records: Sequence[Record], references: Mapping[str, Mapping[tuple[Any, ...], float]], *, chain: bool
+    records: Sequence[Record],
+    references: Mapping[str, Mapping[tuple[Any, ...], float]],
+    plain_rates: Mapping[tuple[Any, ...], float],
+    *,
+    chain: bool,
 ) -> dict[str, Any]:
     gaps = pooled_gaps(records)
     firsts = [s for record in records for s in record.first_token_seconds]
@@ -116,6 +129,7 @@ def _cell(
     for name, reference in references.items():
         ratio = _speedup(reference)
         cell[f"speedup_vs_{name}"] = median_interval(records, ratio)
+    cell["decode_speedup_vs_plain"] = median_interval(records, _decode_speedup(plain_rates))
     if steps:
         cell["tau"] = tau(records)
         cell["nodes_per_step"] = sum(r.nodes for r in records) / steps
@@ -215,6 +229,14 @@ def _speedup(reference: Mapping[tuple[Any, ...], float]) -> Callable[[Record], f
         if record.case not in reference or not record.tokens:
             return None
         return reference[record.case] * record.tokens / record.seconds
+
+    return ratio
+
+
+def _decode_speedup(plain_rates: Mapping[tuple[Any, ...], float]) -> Callable[[Record], float | None]:
+    def ratio(record: Record) -> float | None:
+        mine, plain = _decode_rate(record), plain_rates.get(record.case)
+        return mine / plain if mine and plain else None
 
     return ratio
 

@@ -10,7 +10,7 @@ from typing import Any
 from aquiline.bench.environment import environment_line
 from aquiline.bench.metrics import FIRST_TURNS, HF, PLAIN
 from aquiline.bench.plots import COLOURS, Axes, Point, Series, bar_chart, line_chart
-from aquiline.bench.tasks import TITLES
+from aquiline.bench.tasks import title as task_title
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --line: #d9d9d9; --dim: #666; }
@@ -61,7 +61,7 @@ def _temperature_part(results: Mapping[str, Any], temperature: float) -> list[st
     smallest = min(results["settings"]["batch_sizes"])
     single = [c for c in cells if c["batch"] == smallest]
     tasks = list(results["questions"])
-    groups = [*(TITLES.get(task, task) for task in tasks), "all"]
+    groups = [*(task_title(task) for task in tasks), "all"]
     colours = {m["label"]: COLOURS[i % len(COLOURS)] for i, m in enumerate(results["methods"])}
 
     def by_task(value: Callable[[Cell], Point | None], leave_out: Sequence[str]) -> list[Series]:
@@ -111,7 +111,7 @@ def _batch_part(results: Mapping[str, Any], cells: Sequence[Cell], colours: Mapp
         if label != PLAIN and points:
             series.append(Series(label, points, colour))
     axes = Axes("Speedup by batch size", "batch size", "speedup against plain", guide=1.0)
-    title = f"Speedup by batch size ({TITLES.get(task, task)}, first turns)"
+    title = f"Speedup by batch size ({task_title(task)}, first turns)"
     return [f"<h3>{escape(title)}</h3>", line_chart(axes, series)]
 
 

@@ -12,7 +12,7 @@ from aquiline.bench import metrics
 from aquiline.bench.environment import environment_line
 from aquiline.bench.page import AGREEMENT, agreement_rows, interval, render_html
 from aquiline.bench.records import Record, record_from_json, record_json
-from aquiline.bench.tasks import TITLES, Question
+from aquiline.bench.tasks import Question, title
 from aquiline.models.files import write_text
 
 SCHEMA = 1
@@ -78,6 +78,7 @@ def render_markdown(results: Mapping[str, Any]) -> str:
     lines = [f"# {results['environment']['target']}: methods side by side", ""]
     for temperature in results["settings"]["temperatures"]:
         lines += _table(results, temperature)
+        lines += _contexts(results, temperature)
     lines.append(
         "Cells: speedup against plain decoding in the same engine / τ. Last columns: medians over all prompts, with "
         "95 % bootstrap intervals."
@@ -92,13 +93,8 @@ def render_markdown(results: Mapping[str, Any]) -> str:
 
 
 def _table(results: Mapping[str, Any], temperature: float) -> list[str]:
-    tasks = list(results["questions"])
-    cells = {
-        (c["method"], c["task"]): c
-        for c in results["summary"]
-        if c["temperature"] == temperature and c["batch"] == min(results["settings"]["batch_sizes"])
-    }
-    heads = ["method", *(TITLES.get(t, t) for t in tasks), "all", "vs HF", "tokens/s"]
+    tasks, cells = list(results["questions"]), _single(results, temperature)
+    heads = ["method", *map(title, tasks), "all", "vs HF", "tokens/s"]
     lines = [f"T = {temperature:g}", "", _row(heads), _row(["---"] * len(heads))]
     for method in dict.fromkeys(m for m, _ in cells):
         whole = cells[method, "all"]
@@ -112,14 +108,39 @@ def _table(results: Mapping[str, Any], temperature: float) -> list[str]:
     return [*lines, ""]
 
 
+def _single(results: Mapping[str, Any], temperature: float) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """(method, task) → its cell in the smallest batch."""
+    return {
+        (c["method"], c["task"]): c
+        for c in results["summary"]
+        if c["temperature"] == temperature and c["batch"] == min(results["settings"]["batch_sizes"])
+    }
+
+
+def _contexts(results: Mapping[str, Any], temperature: float) -> list[str]:
+    """Tabulates decoding behind long texts, where most of a request's time is its prefill."""
+    tasks, cells = [task for task in results["questions"] if "@" in task], _single(results, temperature)
+    if not tasks:
+        return []
+    methods = [m for m in dict.fromkeys(m for m, _ in cells) if m != metrics.PLAIN]
+    heads = ["decoding, prefill not counted", "plain, tokens/s", *methods]
+    lines = [_row(heads), _row(["---"] * len(heads))]
+    for task in tasks:
+        plain = cells.get((metrics.PLAIN, task))
+        if plain is not None:
+            shown = (_speed_tau(cells.get((method, task)), "decode_speedup_vs_plain") for method in methods)
+            lines.append(_row([title(task), interval(plain["decode_tokens_per_second"], 1), *shown]))
+    return [*lines, ""]
+
+
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _speed_tau(cell: Mapping[str, Any] | None) -> str:
-    if cell is None or cell["speedup_vs_plain"] is None:
+def _speed_tau(cell: Mapping[str, Any] | None, speedup: str = "speedup_vs_plain") -> str:
+    if cell is None or cell[speedup] is None:
         return "–"
-    speed = f"{cell['speedup_vs_plain']['median']:.2f}x"
+    speed = f"{cell[speedup]['median']:.2f}x"
     return f"{speed} / {cell['tau']['value']:.2f}" if "tau" in cell else speed
 
 

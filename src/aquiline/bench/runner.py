@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from aquiline.bench.agreement import WrongTokens, complaint, find_divergences
+from aquiline.bench.contexts import in_contexts
 from aquiline.bench.environment import environment
 from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method, MethodSpec, check_methods, make_method
@@ -88,6 +89,7 @@ def _run_bench(settings: BenchSettings, bed: Bed | None, quiet: bool) -> BenchRe
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     bed = bed or open_bed(settings)
+    questions = in_contexts(questions, settings.contexts, bed.tokenizer)
     methods, missing = _available(specs, bed, frozenset(settings.methods))
     folder = Path(settings.output)
     folder.mkdir(parents=True, exist_ok=True)

@@ -83,6 +83,10 @@ class BenchSettings:
         (0.0,), "sampling temperatures, each measured on its own; 0 is greedy", allowed="≥ 0",
         shown=_by_preset("temperatures", (0.0,)),
     )  # fmt: skip
+    contexts: tuple[int, ...] = setting(
+        (0,), "lengths of the prompts, each measured on its own: first turns behind other questions' texts; 0 leaves "
+        "the questions alone", unit="tokens", allowed="≥ 0",
+    )  # fmt: skip
     batch_sizes: tuple[int, ...] = setting(
         (1,), "requests decoded together; sizes above 1 run on --batch-task alone, first turns", unit="requests",
         allowed="≥ 1", shown=_by_preset("batch_sizes", (1,)),
@@ -102,7 +106,7 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for name in ("temperatures", "batch_sizes"):
+        for name in ("temperatures", "batch_sizes", "contexts"):
             check_value(name, getattr(self, name), bool(getattr(self, name)), "one or more numbers")
 
 

@@ -55,6 +55,14 @@ class Question:
     turns: tuple[str, ...]
 
 
+def title(task: str) -> str:
+    """Returns a task's title: "sum" → "CNN/DM", "sum@2000" → "CNN/DM, 2,000 tokens", a user's file by its name."""
+    name, _, length = task.rpartition("@")
+    if not name or not length.isdecimal():
+        return TITLES.get(task, task)
+    return f"{TITLES.get(name, name)}, {int(length):,} tokens"
+
+
 def task_name(name: str) -> str:
     """Normalises a task's name: "MT-bench" → "mt_bench", "cnn-dm" → "sum"."""
     plain = name.strip().lower().replace("-", "_").replace(" ", "_").replace("/", "_")
