@@ -1,10 +1,11 @@
 """Measures what an EAGLE head accepts behind long texts, if it sees all of them or their end alone.
 
-    python benchmarks/draft_window.py QUESTIONS --output benchmarks/results/long-contexts/acceptance.json
+    python benchmarks/draft_window.py QUESTIONS --output long-contexts/acceptance.json
+    python benchmarks/draft_window.py --output long-contexts/acceptance.json --plot docs/long-contexts.png
 
 Questions of `--tasks` stand behind other questions, up to each of `--lengths` tokens. The target answers greedily;
 chains of 5 drafts begin at every token of the answers, teacher-forced, by training's forward in float32. A window of W
-tokens cuts the text W tokens before the answer.
+tokens cuts the text W tokens before the answer. `--plot` draws what was measured before, and needs matplotlib.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def summary(forced: Sequence[Forced]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", type=Path, help="folder of question files")
+    parser.add_argument("questions", type=Path, nargs="?", help="folder of question files")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--head", default="smollm2-eagle3")
     parser.add_argument("--tasks", nargs="+", default=["sum", "rag"])
@@ -83,7 +84,11 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", type=int, default=[256, 512, 1024, 2048])
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the output instead")
     options = parser.parse_args()
+    if options.plot is not None:
+        plot(json.loads(options.output.read_text()), options.plot)
+        return
     reading, listener, loaded = _parts(options.target, options.head)
     questions = load_questions([options.questions], options.tasks, options.per_task)
     others = load_questions([options.questions])
@@ -104,6 +109,23 @@ def main() -> None:
         print(
             f"{row['length']:>6} {row['window']!s:>6}  τ {row['tau']:.3f}  0-α {row['alpha'][0]:.3f}  {row['starts']}"
         )
+
+
+def plot(rows: list[dict[str, Any]], picture: Path) -> None:
+    """Draws τ against the length of the prompt, a line per window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for window in dict.fromkeys(row["window"] for row in rows):
+        mine = [row for row in rows if row["window"] == window]
+        name = "all positions" if window is None else f"the last {window:,}"
+        axes.plot([row["length"] for row in mine], [row["tau"] for row in mine], "o-", label=name)
+    axes.set(xlabel="tokens of the prompt", ylabel="τ, chain of 5, greedy", ylim=(1, None))
+    axes.legend(fontsize=8, title="the head sees")
+    figure.savefig(picture, dpi=110)
 
 
 def _parts(target: str, head: str) -> tuple[Reading, Listener, Any]:

@@ -186,7 +186,7 @@ def assert_same_bits(first: Path, second: Path) -> None:
     for name, tensor in left.tensors.items():
         assert tensor.dtype == right.tensors[name].dtype, name
         assert torch.equal(tensor, right.tensors[name]), name
-    assert left.config == right.config
+    assert left.config == right.config and (left.gamma, left.window) == (right.gamma, right.window)
     assert (left.draft_to_target is None) == (right.draft_to_target is None)
     if left.draft_to_target is not None:
         assert torch.equal(left.draft_to_target, right.draft_to_target)

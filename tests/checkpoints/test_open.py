@@ -49,6 +49,7 @@ def test_every_resolution_is_a_line(tmp_path: Path) -> None:
         "2, 5, 7 (eagle_config ids [1, 4, 6] read as output ids)",
         "12 tokens (d2t read as offsets, t2d agrees)",
         "the target's",
+        "γ = 1.3, not measured",
         "fits a target with hidden 16, 40 tokens, 10 layers",
     ):
         assert part in text

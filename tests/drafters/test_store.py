@@ -10,10 +10,10 @@ import torch
 from aquiline.drafters.drafter import Committed, Rows
 from aquiline.drafters.lookup import PromptLookup
 from aquiline.drafters.mixed import LookupFirst
-from aquiline.drafters.store import BELIEFS, BREAK, LONGEST, Prediction, Store
+from aquiline.drafters.store import BELIEFS, BREAK, LONGEST, OTHER_BELIEFS, Prediction, Store
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.tree import from_lists, node_sources, to_lists
-from tests.drafters.loop import rows_of
+from tests.drafters.loop import extend, rows_of
 from tests.drafters.test_mixed import Fixed
 
 
@@ -106,6 +106,26 @@ def test_a_prediction_changed_in_places_is_mostly_drafted() -> None:
 
 def lookup_rows(text: list[int], slot: int, prompt_length: int) -> Rows:
     return Rows([slot], [text], [TokenChooser(SamplingParams(), 0, prompt_length)])
+
+
+def test_the_likelier_of_two_texts_continues_the_context() -> None:
+    """A longer match in another text loses to a shorter one in the text itself, unless it is much longer."""
+    shared = Store(beliefs=OTHER_BELIEFS)
+    shared.extend([70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 90])
+    drafter, tail = PromptLookup(shared=shared), [70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81]
+    for length, own, source in (
+        (3, 2, "lookup"),
+        (8, 4, "lookup"),
+        (12, 4, "lookup"),
+        (12, 2, "shared"),
+        (4, 0, "shared"),
+    ):
+        state = drafter.new_state(1, 64)
+        ending = tail[len(tail) - own :]
+        text = [1, 2, 3, *ending, 50, 4, 5, 6, *tail[len(tail) - length :]]
+        extend(drafter, state, 0, [0, *text])
+        found, named = drafter.find(0, text[-16:], 1, state, 0.0)
+        assert (named, list(found.tokens)) == (source, [90 if source == "shared" else 50]), (length, own)
 
 
 def test_earlier_outputs_are_shared_but_not_prompts() -> None:

@@ -241,6 +241,8 @@ def test_a_run_is_measured_meanwhile_and_leaves_a_card_and_a_drafter(base: Path,
     assert_equal_to_plain(target, drafter, tiny.prompts(3, seed=8), SamplingParams())
     gamma = max(last["coupled"], key=last["coupled"].__getitem__)
     assert drafter._coupling.gamma == float(gamma) and f"γ = {gamma} is stored" in card
+    if isinstance(drafter, EagleDrafter):  # it never sees more than the longest text of its training
+        assert drafter.head.window == settings.max_length // 2
     assert all(0 < share <= 1 for share in last["coupled"].values())
     if isinstance(drafter, ParallelDrafter):  # the measured ranks decide the default tree
         assert len(drafter.heads.config.accuracies) == 3

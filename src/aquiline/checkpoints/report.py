@@ -33,6 +33,7 @@ class HeadReport:
         gamma: exponent of its probabilities in coupled drafts, or None if not measured.
         checked_against: sizes of the target it was checked against, or None.
         notes: assumptions and omissions, one sentence each.
+        window: committed positions that an EAGLE head sees, up to twice as many; None: all.
     """
 
     path: str
@@ -49,6 +50,7 @@ class HeadReport:
     gamma: float | None
     checked_against: str | None
     notes: tuple[str, ...] = ()
+    window: int | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Returns the label and value of each line."""
@@ -57,6 +59,7 @@ class HeadReport:
             ("files", ", ".join(self.files)),
             *self._network(),
             ("features", self.features),
+            *([("sees", f"the last {self.window:,} to {2 * self.window:,} positions")] if self.window else []),
             ("drafts", self.vocabulary),
             ("embedding", self.embedding),
             ("trained for", self.fingerprint or "not recorded"),

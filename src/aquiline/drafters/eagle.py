@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 from torch.nn.utils.rnn import pad_sequence
 
 from aquiline import tree as trees
-from aquiline.cache import KVCache, commit, copy_prefix, truncate
+from aquiline.cache import KVCache, commit
 from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.eagle_network import (
@@ -26,6 +26,7 @@ from aquiline.drafters.eagle_network import (
     head_on,
     new_draft_cache,
 )
+from aquiline.drafters.eagle_state import EagleState, copy_slot, forget, keep
 from aquiline.drafters.filling import Pool, fill_tree, parents_of, with_siblings
 from aquiline.drafters.levels import Level, first_level
 from aquiline.drafters.native import NativeNetwork, native_chain, native_network
@@ -44,25 +45,6 @@ MOST_LEVELS, SIBLINGS = 10, 4
 
 LEAST = 0.02
 """Candidates less likely than this are not considered: no node has cost so little."""
-
-
-@dataclass(eq=False)
-class EagleState:
-    """The state of an `EagleDrafter`.
-
-    Attributes:
-        cache: the head's keys and values, computed from the target's features alone.
-        hidden: (slots, H) feedback at the last ingested position.
-        logits: (slots, Vd) draft logits at that position.
-        roots: (slots,) int64 token after the last ingested position, below which the head drafts.
-        pending: per slot, chunks not yet forwarded (tokens (n,), features (n, F)).
-    """
-
-    cache: KVCache
-    hidden: Tensor
-    logits: Tensor
-    roots: Tensor
-    pending: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
 
 class EagleDrafter:
@@ -125,6 +107,7 @@ class EagleDrafter:
             logits=torch.zeros(slots, config.draft_vocab_size, device=weight.device),
             roots=torch.zeros(slots, dtype=torch.int64, device=weight.device),
             pending=[[] for _ in range(slots)],
+            forgotten=[0] * slots,
         )
 
     def extend(self, committed: Committed, state: EagleState) -> None:
@@ -135,18 +118,20 @@ class EagleDrafter:
             if count:
                 # Copy, because `features` may be a view into a buffer that the next forward reuses.
                 state.pending[slot].append((committed.tokens[i, :count].clone(), features[i, :count].clone()))
+                if self.head.window is not None:
+                    forget(state, slot, self.head.window, self.head.config.layer.rope)
 
     def copy(self, source: int, slot: int, length: int, state: EagleState) -> None:
         self._flush([source], state)
         state.pending[slot].clear()
-        copy_prefix(state.cache, source, slot, length - 1)
+        copy_slot(state, source, slot, length - 1)
 
     def reset(self, slot: int, length: int, state: EagleState) -> None:
         """Keeps length - 1 positions, each a pair of a feature and the token after it."""
         if length > 0:
             self._flush([slot], state)
         state.pending[slot].clear()
-        truncate(state.cache, slot, min(max(length - 1, 0), int(state.cache.lengths[slot])))
+        keep(state, slot, max(length - 1, 0))
 
     def propose(self, rows: Rows, state: EagleState) -> DraftTree:
         self._flush(rows.slots, state)

@@ -205,6 +205,7 @@ class DraftHead:
         embedding: (V, H_draft), the head's own embedding, or None to use the target's.
         target_fingerprint: fingerprint of the target it was trained for, or None if unknown.
         gamma: exponent of its probabilities in coupled drafts, > 0; None if not measured.
+        window: committed positions that it sees, up to twice as many; None: all.
     """
 
     network: Network
@@ -212,6 +213,7 @@ class DraftHead:
     embedding: Tensor | None = None
     target_fingerprint: str | None = None
     gamma: float | None = None
+    window: int | None = None
 
     @property
     def config(self) -> HeadConfig:

@@ -33,8 +33,8 @@ class PromptLookup:
     """Drafts what followed the end of the text where it occurred before.
 
     Needs neither a head nor training; pays where the output repeats the input (summaries, edits,
-    code) or earlier outputs. The longest match wins, the text itself before earlier outputs; the
-    length of the match and the agreement of its occurrences decide how much is drafted.
+    code) or earlier outputs. The longest match wins; its length and the agreement of its occurrences
+    decide how much is drafted, and whether from the text itself or from earlier outputs.
 
     Args:
         depth: longest continuation, ≥ 1.
@@ -110,7 +110,8 @@ class PromptLookup:
         if self.shared is None or own.match >= LONGEST:
             return own, self.needs.source
         other = self.shared.find(context, depth, least)
-        return (other, "shared") if other.match > own.match else (own, self.needs.source)
+        better = other.match > own.match and max(other.chances[:1], default=0) > max(own.chances[:1], default=0)
+        return (other, "shared") if better else (own, self.needs.source)
 
     def copy(self, source: int, slot: int, length: int, state: LookupState) -> None:
         """Does nothing: the next `extend` indexes the whole text."""

@@ -19,7 +19,7 @@ from aquiline.drafters.lookup import SHARED_TOKENS, PromptLookup
 from aquiline.drafters.mixed import LookupFirst
 from aquiline.drafters.parallel import ParallelDrafter
 from aquiline.drafters.small_model import SmallModel, compare_tokens
-from aquiline.drafters.store import Store
+from aquiline.drafters.store import OTHER_BELIEFS, Store
 from aquiline.drafters.trees import (
     BareTree,
     Chain,
@@ -137,7 +137,7 @@ def make_drafter(
         if shared_lookup:
             raise ValueError("shared_lookup is True, but draft is None, which drafts nothing; drop one of the two")
         return NamedDrafter(None, name)
-    store = Store(limit=SHARED_TOKENS) if shared_lookup else None
+    store = Store(limit=SHARED_TOKENS, beliefs=OTHER_BELIEFS) if shared_lookup else None
     auto = draft == "auto"
     if auto:
         # Without the target's folder: its fingerprint, a third of a second, was just compared.

@@ -185,6 +185,7 @@ def _new_eagle(
     head = new_head(settings, target, sets, build) if settings.init is None else _read_head(settings, target)
     head.network.float().to(target.device).train()
     head.target_fingerprint = target_fingerprint(Path(settings.target))
+    head.window = max(1, settings.max_length // 2)  # it sees up to twice as many: the longest text of its training
     vocabulary = head.draft_to_target
     if vocabulary is None:
         vocabulary = _loss_vocabulary(settings, target, sets)

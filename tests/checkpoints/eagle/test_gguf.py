@@ -26,7 +26,8 @@ def test_gguf_round_trip(dtype: torch.dtype, tmp_path: Path, target_gguf: Path) 
     tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in (fixtures.eagle3() | extra).items()}
     source = fixtures.write(
         tmp_path / "head",
-        fixtures.llama_config(draft_vocab_size=VD, rope_theta=5000.0, rms_norm_eps=1e-5, target_hidden_size=H),
+        fixtures.llama_config(draft_vocab_size=VD, rope_theta=5000.0, rms_norm_eps=1e-5, target_hidden_size=H)
+        | {"aquiline_gamma": 1.15, "aquiline_window": 96},
         tensors,
     )
     report = export_head(source, "gguf", tmp_path / "out", TARGET, target_gguf=target_gguf)

@@ -33,13 +33,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_round_trip(variant: str, tmp_path: Path) -> None:
     kind, changes = VARIANTS[variant]
     head = tiny.head(kind, dtype=torch.float32, **changes)
-    head.target_fingerprint, head.gamma = "f" * 64, 1.7
+    head.target_fingerprint, head.gamma, head.window = "f" * 64, 1.7, 96
     write_head(tmp_path / "new", head, torch.float32)
     again = read_head(tmp_path / "new", TINY)
     layer = again.config.layer
     assert again.config.features == head.config.features and again.config.num_layers == head.config.num_layers
     assert (layer.rope.theta, layer.rope.kind) == (10000.0, "default") and again.target_fingerprint == "f" * 64
-    assert again.gamma == 1.7
+    assert (again.gamma, again.window) == (1.7, 96)
     state = again.network.state_dict()
     assert state.keys() == head.network.state_dict().keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in head.network.state_dict().items())

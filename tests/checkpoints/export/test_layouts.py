@@ -185,16 +185,16 @@ def test_own_embedding_goes_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "safeailab" / "config.json").read_text())["target_hidden_size"] == H
 
 
-def test_fingerprint_and_gamma_go_along(tmp_path: Path) -> None:
+def test_what_other_engines_do_not_read_goes_along(tmp_path: Path) -> None:
     head = tiny.head("eagle3", dtype=torch.float32)
     shape = fixtures.TargetShape(tiny.VOCAB, 48, 7, 256)
-    head.target_fingerprint, head.gamma = "a" * 64, 1.15
+    head.target_fingerprint, head.gamma, head.window = "a" * 64, 1.15, 96
     write_head(tmp_path / "head", head, torch.float32)
     export_head(tmp_path / "head", "vllm", tmp_path / "out", shape)
     opened = open_head(tmp_path / "out", shape)
     stored, report = stored_eagle(opened), opened.report
     assert torch.equal(stored.tensors["fc.weight"], head.network.fc.weight) and report.fingerprint == "a" * 64
-    assert stored.gamma == report.gamma == 1.15
+    assert stored.gamma == report.gamma == 1.15 and stored.window == report.window == 96
 
 
 # -- where it is written ---------------------------------------------------------------------

@@ -65,6 +65,7 @@ _KINDS: dict[str, _Kind] = {
     "accuracies": _Kind(_is_table, "a list of lists of numbers"),
     # 0 stands for the default.
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "num_key_value_heads", "head_dim"), _COUNT),
+    "aquiline_window": _COUNT,
     **dict.fromkeys(
         ("max_position_embeddings", "original_max_position_embeddings", "hot_vocab_size", "truncated_vocab_size"),
         _COUNT,

@@ -29,7 +29,7 @@ from aquiline.targets.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURE = "eagle3"
 _ROPE_KEY = "aquiline.rope_parameters"
-_FINGERPRINT_KEY, _GAMMA_KEY = "aquiline.target_fingerprint", "aquiline.gamma"
+_FINGERPRINT_KEY, _GAMMA_KEY, _WINDOW_KEY = "aquiline.target_fingerprint", "aquiline.gamma", "aquiline.window"
 _NAMES = {
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
@@ -170,6 +170,8 @@ def _write_sizes(writer: Any, stored: StoredHead) -> None:
         writer.add_string(_FINGERPRINT_KEY, stored.fingerprint)
     if stored.gamma is not None:
         writer.add_float64(_GAMMA_KEY, stored.gamma)
+    if stored.window is not None:
+        writer.add_uint32(_WINDOW_KEY, stored.window)
 
 
 def _copy_tokenizer(writer: Any, target_gguf: Path, vocab_size: int) -> None:
@@ -248,9 +250,9 @@ def _config(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
         "norm_before_residual": fields.get(f"{ARCHITECTURE}.norm_before_residual", False),
         "norm_before_fc": fields.get(f"{ARCHITECTURE}.norm_before_fc", False),
     }
-    for name, key in (("aquiline_target_fingerprint", _FINGERPRINT_KEY), ("aquiline_gamma", _GAMMA_KEY)):
+    for name, key in (("target_fingerprint", _FINGERPRINT_KEY), ("gamma", _GAMMA_KEY), ("window", _WINDOW_KEY)):
         if key in fields:
-            config[name] = fields[key]
+            config[f"aquiline_{name}"] = fields[key]
     return config
 
 

@@ -67,8 +67,8 @@ def read_eagle(
     check_tensors(sizes, tensors, place)
     ids, map_origin = _vocabulary(sizes, raw, d2t, t2d, place)
     _check_embedding(sizes, embedding, place)
-    fingerprint, gamma = raw.get("aquiline_target_fingerprint"), raw.get("aquiline_gamma")
-    stored = StoredHead(sizes, tensors, ids, embedding, fingerprint, gamma)
+    fingerprint, gamma, window = (raw.get(f"aquiline_{key}") for key in ("target_fingerprint", "gamma", "window"))
+    stored = StoredHead(sizes, tensors, ids, embedding, fingerprint, gamma, window or None)
     notes = (*translated.notes, *fc_notes, *_doubts(stored, raw, translated.dialect, target, choices))
     return stored, _report(path, translated.dialect, files, stored, (origin, map_origin), target, notes)
 
@@ -180,4 +180,5 @@ def _report(
         gamma=stored.gamma,
         checked_against=fits(target),
         notes=notes,
+        window=stored.window,
     )

@@ -42,6 +42,8 @@ def native_config(stored: StoredHead) -> dict[str, Any]:
         result["aquiline_target_fingerprint"] = stored.fingerprint
     if stored.gamma is not None:
         result["aquiline_gamma"] = stored.gamma
+    if stored.window is not None:
+        result["aquiline_window"] = stored.window
     return result
 
 

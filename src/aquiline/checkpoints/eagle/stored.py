@@ -32,6 +32,7 @@ class StoredHead:
         embedding: (V, H_draft) the head's own embedding, or None.
         fingerprint: of the target that it was trained for, or None.
         gamma: exponent of its probabilities in coupled drafts, > 0; None if not measured.
+        window: committed positions that it sees, up to twice as many; None: all.
     """
 
     config: HeadConfig
@@ -40,6 +41,7 @@ class StoredHead:
     embedding: Tensor | None = None
     fingerprint: str | None = None
     gamma: float | None = None
+    window: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,6 +65,7 @@ def stored_from_head(head: DraftHead, dtype: torch.dtype) -> StoredHead:
         embedding=None if embedding is None else embedding.detach().cpu().to(dtype).contiguous(),
         fingerprint=head.target_fingerprint,
         gamma=head.gamma,
+        window=head.window,
     )
 
 
@@ -78,6 +81,7 @@ def head_from_stored(stored: StoredHead, dtype: torch.dtype) -> DraftHead:
         embedding=None if stored.embedding is None else stored.embedding.to(dtype),
         target_fingerprint=stored.fingerprint,
         gamma=stored.gamma,
+        window=stored.window,
     )
 
 

@@ -120,6 +120,8 @@ def _write(
         config["aquiline_target_fingerprint"] = stored.fingerprint
     if stored.gamma is not None:
         config["aquiline_gamma"] = stored.gamma
+    if stored.window is not None:
+        config["aquiline_window"] = stored.window
     write_folder(output, config, file_tensors(stored, first))
     return _finish(to, output, ("config.json", "model.safetensors"), snippet, notes)
 
