@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import Result, call, write_eagle, write_target
+from tests.full_disk import FullDisk
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +311,40 @@ def test_failures_exit_with_one(aquiline: Any, case: str, monkeypatch: pytest.Mo
         assert (result.code, result.err) == (130, "interrupted\n")
         return
     assert_refused(result, *parts, code=code)
+
+
+WRITING = {
+    "prepare": ("prepare", "said.jsonl", "--target", "target", "--output", "out/set"),
+    "regenerate": (
+        "prepare", "said.jsonl", "--target", "target", "--regenerate", "--max-new-tokens", "4", "--output", "out/said",
+    ),
+    "export": ("export", "head", "--to", "speculators", "--target", "target", "--output", "out/head"),
+    "bench": (
+        "bench", "--target", "target", "--methods", "prompt-lookup", "--questions", "asked.jsonl", "--max-new-tokens",
+        "4", "--output", "out/bench",
+    ),
+    "tune": ("tune", "asked.jsonl", "--target", "target", "--max-new-tokens", "4", "--output", "out/tuned.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_a_disk_that_fills_at_any_file_is_one_error_that_names_it(aquiline: Any, base: Path, command: str) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, and welcome."}]
+    Path("said.jsonl").write_text("".join(json.dumps({"messages": turns, "id": i}) + "\n" for i in range(4)))
+    Path("asked.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "What is it?"}\n')
+    nth = 0
+    while True:
+        shutil.rmtree("out", ignore_errors=True)
+        Path("out").mkdir()
+        nth += 1
+        with FullDisk(nth) as disk:
+            result = aquiline(*WRITING[command])
+        if not disk.full:
+            break
+        assert result.code == 1 and "out/" in result.error and "File too large" in result.error, result.err
+        assert "(a bug" not in result.err and not list(Path("out").rglob("*.partial*"))
+        assert command != "tune" or "is the fastest here" in result.err
+    assert result.code == 0 and nth > (1 if command == "tune" else 2)
 
 
 def test_debug_shows_the_traceback(aquiline: Any) -> None:

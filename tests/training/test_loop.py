@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +44,7 @@ from aquiline.training.settings import EAGLE, KINDS, PARALLEL, TrainSettings, se
 from aquiline.training.step import TrainingDiverged
 from tests import tiny
 from tests.drafters.loop import assert_equal_to_plain, extend, rows_of
-from tests.full_disk import no_file_above
+from tests.full_disk import FullDisk, no_file_above
 from tests.training.tiny_training import metrics, tiny_settings, weights, write_set, write_target
 
 
@@ -172,6 +174,37 @@ def test_a_head_that_does_not_fit_is_named_at_the_end(base: Path) -> None:
         train(settings)
     assert caught.value.filename == str(base / "nothing-fits" / "head")
     assert [record["step"] for record in metrics(base / "nothing-fits")][-1] == 2, "all of it was done"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_disk_that_fills_at_any_file_ends_in_one_error_and_costs_no_earlier_work(base: Path) -> None:
+    output, settings = base / "fills", tiny_settings(base, "fills", total_positions=60)
+
+    def run(nth: int) -> FullDisk:
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.copytree(base / "reference", output)
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings(), FullDisk(nth) as disk:
+            warnings.simplefilter("ignore", UserWarning)  # for lines of the log
+            train(settings, overwrite=True)
+        return disk
+
+    run(1000)
+    before, after, ended, nth = contents(base / "reference"), contents(output), False, 0
+    while not ended:
+        nth += 1
+        try:
+            ended = not run(nth).full
+        except OSError as error:
+            assert str(base) in str(error.filename) and error.errno == errno.EFBIG
+        found = contents(output)
+        assert found.keys() == before.keys(), "a file is lost, or a half one stays"
+        for name in set(found) - {"metrics.jsonl"}:
+            assert found[name] in (before[name], after[name]), (nth, name)
+        assert all(json.loads(line) for line in found["metrics.jsonl"].splitlines())
+    assert nth > 8 and before["checkpoint.pt"] != after["checkpoint.pt"]
 
 
 class Full(io.StringIO):

@@ -57,9 +57,11 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
 
     Raises:
         ValueError: too few prompts, or a head that does not fit.
+        OSError: if the winner cannot be written; what was measured is logged.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    Path(settings.output).parent.mkdir(parents=True, exist_ok=True)  # before minutes of measuring
     bed = bed or open_bed(BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device))
     proposing, confirming = _split(bed, settings)
     curve = cost_curve(bed.target)
@@ -71,15 +73,17 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
     records = _confirm(bed, contestants, confirming)
     rows = [_row(candidate, records[candidate.label]) for candidate in contestants]
     best = max(range(len(rows)), key=lambda i: float(rows[i]["tokens_per_second"]))
-    choice = _choice(bed, contestants[best])
-    path = Path(settings.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    choice, path, text = _choice(bed, contestants[best]), Path(settings.output), _table(rows, rows[best]["label"])
     evidence = {
         "settings": asdict(settings), "environment": environment(bed), "cost_curve": curve, "contestants": rows,
         "prompts": {"proposing": len(proposing), "confirming": len(confirming)},
     }  # fmt: skip
-    write_tuned(path, choice, evidence)
-    return TuneReport(choice, path, rows, _table(rows, rows[best]["label"]))
+    try:
+        write_tuned(path, choice, evidence)
+    except OSError:
+        logger.warning("%s\n%s is the fastest here, but %s cannot be written", text, choice.method, path)
+        raise
+    return TuneReport(choice, path, rows, text)
 
 
 def _split(bed: Bed, settings: TuneSettings) -> tuple[list[Case], list[Case]]:
