@@ -32,7 +32,7 @@ class Sizes:
     [
         ({"length": 1}, "length is 1; allowed: ≥ 2"),
         ({"rates": (1.0, 0.0)}, r"rates is \(1.0, 0.0\); allowed: > 0"),
-        ({"share": float("nan")}, "share is nan; allowed: 0 … 1"),
+        ({"share": float("nan")}, "share is nan; allowed: a finite number 0 … 1"),
         ({"part": 1.0}, "part is 1.0; allowed: 0 … < 1"),
         ({"share": 1.01}, "share is 1.01; allowed: 0 … 1"),
         ({"colour": "blue"}, "colour is 'blue'; allowed: red, green"),

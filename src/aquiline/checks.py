@@ -122,7 +122,8 @@ def check_settings(settings: Any) -> None:
             if part is not None and meaning.choices:
                 check_value(name, part, part in meaning.choices, ", ".join(meaning.choices))
             elif part is not None and meaning.allowed and not within(part, meaning.allowed):
-                raise ValueError(f"{name} is {value}; allowed: {meaning.allowed}")
+                finite = "" if math.isfinite(part) else "a finite number "
+                raise ValueError(f"{name} is {value}; allowed: {finite}{meaning.allowed}")
 
 
 def within(value: float, allowed: str) -> bool:

@@ -23,7 +23,7 @@ def settings(kind: str = "eagle3", **changes: Any) -> TrainSettings:
         ({"log_steps": 0}, "log_steps is 0; allowed: ≥ 1"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0; allowed: ≥ 1"),
         ({"workers": -1}, "workers is -1; allowed: ≥ 0"),
-        ({"lr": math.nan}, "lr is nan; allowed: > 0"),
+        ({"lr": math.nan}, "lr is nan; allowed: a finite number > 0"),
         ({"clip": 0.0}, "clip is 0.0; allowed: > 0"),
         ({"decay_share": 1.5}, "decay_share is 1.5; allowed: 0 … 1"),
         ({"save_minutes": -1.0}, "save_minutes is -1.0; allowed: ≥ 0"),

@@ -136,7 +136,7 @@ class TuneSettings:
     def __post_init__(self) -> None:
         check_settings(self)
         if Path(self.output).is_dir():
-            raise ValueError(f"{self.output} is a folder; give the file to write")
+            raise ValueError(f"output is {self.output!r}, a folder; give the file to write")
 
 
 def identity(settings: BenchSettings) -> dict[str, Any]:

@@ -172,8 +172,10 @@ def _parse(line: str, number: int, name: str, plain_text: bool) -> Question:
         raise ValueError("the record has neither turns nor prompt")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise ValueError("turns must be a list of one or more non-empty texts")
-    for turn in turns:
-        turn.encode("utf-8")  # JSON can hold half of a surrogate pair, which is not text
+    try:
+        "".join(turns).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"turns hold half a surrogate pair ({error.object[error.start]!a}); remove it") from error
     task = _task_of(record) if name in _MIXED else name
     return Question(task, str(record.get("question_id", number)), tuple(turns))
 

@@ -22,6 +22,7 @@ from aquiline.bench.tasks import load_questions
 from aquiline.bench.tune_sources import Candidate, Source, find_sources
 from aquiline.drafters.trees import Chain, DynamicTree, tree_text
 from aquiline.drafters.tuned import TunedChoice, write_tuned
+from aquiline.models.files import check_output
 from aquiline.targets.cost import cost_curve
 
 logger = logging.getLogger("aquiline")
@@ -61,7 +62,7 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    Path(settings.output).parent.mkdir(parents=True, exist_ok=True)  # before minutes of measuring
+    check_output(Path(settings.output))  # before minutes of measuring
     bed = bed or open_bed(BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device))
     proposing, confirming = _split(bed, settings)
     curve = cost_curve(bed.target)
@@ -78,12 +79,18 @@ def tune(settings: TuneSettings, bed: Bed | None = None, sources: Sequence[Sourc
         "settings": asdict(settings), "environment": environment(bed), "cost_curve": curve, "contestants": rows,
         "prompts": {"proposing": len(proposing), "confirming": len(confirming)},
     }  # fmt: skip
+    report = TuneReport(choice, path, rows, text)
+    _write(report, evidence)
+    return report
+
+
+def _write(report: TuneReport, evidence: dict[str, Any]) -> None:
     try:
-        write_tuned(path, choice, evidence)
+        report.path.parent.mkdir(parents=True, exist_ok=True)
+        write_tuned(report.path, report.choice, evidence)
     except OSError:
-        logger.warning("%s\n%s is the fastest here, but %s cannot be written", text, choice.method, path)
+        logger.warning("%s\n%s is the fastest here, but cannot be written", report.text, report.choice.method)
         raise
-    return TuneReport(choice, path, rows, text)
 
 
 def _split(bed: Bed, settings: TuneSettings) -> tuple[list[Case], list[Case]]:
