@@ -201,7 +201,8 @@ def test_a_disk_that_fills_at_any_file_ends_in_one_error_and_costs_no_earlier_wo
             assert str(base) in str(error.filename) and error.errno == errno.EFBIG
         found = contents(output)
         assert found.keys() == before.keys(), "a file is lost, or a half one stays"
-        for name in set(found) - {"metrics.jsonl"}:
+        assert json.loads(found["head/config.json"])  # that of a save before validation holds no acceptance
+        for name in set(found) - {"metrics.jsonl", "head/config.json"}:
             assert found[name] in (before[name], after[name]), (nth, name)
         assert all(json.loads(line) for line in found["metrics.jsonl"].splitlines())
     assert nth > 8 and before["checkpoint.pt"] != after["checkpoint.pt"]
