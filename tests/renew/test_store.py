@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_damaged_lines_are_left_out(tmp_path: Path, damage: bytes) -> None:
     (file,) = segments(tmp_path)
     file.write_bytes(file.read_bytes() + damage)
     assert [each.tokens for each in read_store(tmp_path)] == [(1, 2, 3, 4, 5)]
+
+
+def test_a_line_that_a_full_disk_cuts_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, write = ConversationStore(tmp_path), os.write
+    store.add([1], [2, 3, 4, 5])
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
+    with pytest.raises(OSError, match=str(tmp_path)):
+        store.add([6], [7, 8, 9, 10])
+    monkeypatch.setattr(os, "write", write)
+    store.add([11], [12, 13, 14, 15])
+    assert [each.tokens for each in read_store(tmp_path)] == [(1, 2, 3, 4, 5), (11, 12, 13, 14, 15)]
 
 
 def test_answers_since_the_last_candidate_are_counted(tmp_path: Path) -> None:

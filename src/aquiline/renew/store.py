@@ -6,6 +6,7 @@ line that a kill cut is left out, and every start begins a new segment.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -68,14 +69,21 @@ class ConversationStore:
             if self._file is None or self._size + len(line) > self.limit // SEGMENTS:
                 self._next_segment()
             assert self._file is not None
-            self._size += os.write(self._file, line)
+            written = os.write(self._file, line)
+            self._size += written
+            if written < len(line):  # the disk filled; the next line must not join this half
+                self._end_segment()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
 
     def close(self) -> None:
         """Closes the file."""
         with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            self._end_segment()
+
+    def _end_segment(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _next_segment(self) -> None:
         """Begins a segment, after making room for it."""
@@ -87,8 +95,7 @@ class ConversationStore:
         number = int(there[-1].stem) + 1 if there else 0
         path = self.folder / f"{number:08d}.jsonl"
         made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        if self._file is not None:
-            os.close(self._file)
+        self._end_segment()
         self._file, self._size = made, 0
 
 
