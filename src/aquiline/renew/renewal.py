@@ -109,6 +109,7 @@ class Renewal:
                 logger.warning("the renewal failed: %s", error)
                 record(self.folder, "failure", error=str(error))
                 self._give_up()
+                self._stopping.wait(RECHECK)  # no process is left that a request would have to pause
 
     def look(self) -> None:
         """Does what is due now, and returns at once."""
