@@ -76,8 +76,8 @@ def test_a_short_training_beats_none_on_held_out_answers(smollm2_folder: Path, t
         draft_vocab_size=4096,
         ttt_steps=1,
         batch_positions=1024,
-        total_positions=20_000,
-        warmup_positions=2_000,
+        total_positions=40_000,
+        warmup_positions=4_000,
         decay_share=0.8,
         validate_positions=10**9,
     )
