@@ -368,8 +368,7 @@ def test_overfitting_reaches_every_depth(base: Path, tmp_path: Path, kind: str) 
     )
     report = train(settings)
     (alphas,) = report.acceptance.values()
-    # Of some 70 starts, a few may miss: which ones do depends on the rounding of the machine.
-    assert min(alphas[:3]) >= 0.95
+    assert min(alphas[:3]) >= 0.98, alphas
     accepted, offered = engine_acceptance(tmp_path)
     # Of some 20 chains, one may miss: which one does depends on the machine's rounding in training.
     assert all(a >= min(0.98 * o, o - 1) for a, o in zip(accepted, offered, strict=True)), (accepted, offered)
