@@ -51,6 +51,9 @@ def _enter(rank: int, port: int, extra: dict[str, str], call: Callable[..., None
     }
     torch.set_num_threads(1)
     call(*arguments)
+    if torch.distributed.is_initialized():
+        # Its threads may otherwise outlive the interpreter's end, which aborts the process.
+        torch.distributed.destroy_process_group()
 
 
 @contextmanager
