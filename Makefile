@@ -1,5 +1,5 @@
 # make run     a first look: install, fetch the default target, decode with and without speculation
-# make test    what CI runs: lint, types, every test but the slow ones (about 15 minutes, 2 cores)
+# make test    what CI runs: lint, types, every test but the slow ones (15 to 20 minutes, 2 cores)
 # make verify  the slow, thorough tests
 #
 # make install PYTHON=python3.12 TORCH=2.9.1 INDEX_URL=<index that holds that torch build>
