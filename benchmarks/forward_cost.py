@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from aquiline.cache import commit
 from aquiline.drafters.eagle_network import DraftHead, HeadConfig, build_network, forward_network, new_draft_cache
 from aquiline.drafters.native import NativeNetwork, native_network
 from aquiline.models.embedded import fetch_embedded
+from aquiline.native.library import find_library
 from aquiline.targets.loading import load_target
 from aquiline.targets.native import native
 from aquiline.targets.packed import packed
@@ -50,6 +52,9 @@ def main() -> None:
             f"error: no native kernels for {options.dtype} here; pass --allow-reference to measure the rest"
         )
     paths = {"native": fast, "packed": packed(reference), "reference": reference}
+    library = find_library()[0]
+    if library is not None and library.squeezes and dtype == torch.bfloat16:
+        paths["native, 16 bits a weight"] = native(reference, replace(library, squeezes=False))
     implementations = {name: path for name, path in paths.items() if path is not None}
     runs: dict[tuple[str, int], Run] = {}
     for name, target in implementations.items():

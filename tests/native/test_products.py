@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,3 +69,38 @@ def test_wrong_rows_are_refused(library: Library) -> None:
     wide = torch.randn(24, 3)
     assert torch.equal(product(wide.T), product(wide.T.contiguous()))
     assert product(torch.full((2, 24), float("nan"))).isnan().all()
+
+
+ODD = {
+    "none": [],
+    "first and last": [(0, 0, 1e-30), (79, 1535, 3e38), (15, 8, -1e-38), (16, 7, float("inf")), (79, 1528, -0.0)],
+    "neighbours": [(3, i, 2.0 ** (-i)) for i in range(120)],
+    "a row of zeros": [(5, i, 0.0) for i in range(1536)],
+}
+"""Weights (output, input, value) among normal ones, whose upper bytes tables lack."""
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_squeezed_weights_give_the_bits_of_whole_ones(library: Library, case: str) -> None:
+    if not library.squeezes:
+        pytest.skip("this processor's weights are not squeezed")
+    weight = torch.randn(80, 1536, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for output, place, value in ODD[case]:
+        weight[output, place] = value
+    squeezed, whole = (
+        readout(Memory(one), weight, torch.bfloat16, inputs=1536, wide=True)
+        for one in (library, replace(library, squeezes=False))
+    )
+    assert squeezed.struct.matrix.tables and not whole.struct.matrix.tables
+    x = torch.randn(70, 1536, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for count in (1, 2, 5, 6, 7, 12, 13, 24, 25, 70):
+        found, expected = squeezed(x[:count]), whole(x[:count])
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), count
+
+
+def test_weights_of_all_magnitudes_are_not_squeezed(library: Library) -> None:
+    bits = torch.randint(-(2**15), 2**15, (32, 128), generator=torch.Generator().manual_seed(3), dtype=torch.int16)
+    weight = bits.view(torch.bfloat16).nan_to_num(0, 0, 0)
+    product = readout(Memory(library), weight, torch.bfloat16, inputs=128, wide=True)
+    assert not product.struct.matrix.tables
+    assert product(torch.eye(128).bfloat16()).bfloat16().equal(weight.T)

@@ -43,7 +43,11 @@ class NativeNetwork:
         self.device: torch.device = weight.device
         self._memory = Memory(library, form)
         size = stack_bytes(
-            config.layer, config.num_layers, config.draft_vocab_size, weight_bytes(self.dtype, form), library.lanes
+            config.layer,
+            config.num_layers,
+            config.draft_vocab_size,
+            weight_bytes(self.dtype, form, library),
+            library.lanes,
         )
         self._memory.reserve(2 * size)
         self._angles = AngleTable(config.layer.rope)

@@ -117,7 +117,7 @@ struct ChainCall {
 };
 
 struct Facts {
-  int32_t lanes, pair_dots, tiles;
+  int32_t lanes, pair_dots, tiles, squeezes;
   int32_t sizes[8];  // bytes of Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall, Race
 };
 

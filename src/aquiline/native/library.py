@@ -24,7 +24,11 @@ def _all(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 class Matrix(ctypes.Structure):
     """A packed weight, see ``matrix.h``."""
 
-    _fields_ = (*_all(c_void_p, "weight bias scales"), *_all(c_int32, "vectors inputs kind group"))
+    _fields_ = (
+        *_all(c_void_p, "weight bias scales"),
+        *_all(c_int32, "vectors inputs kind group"),
+        *_all(c_void_p, "tables odd_begin odd_units odd_lines"),
+    )
 
 
 class Layer(ctypes.Structure):
@@ -121,8 +125,20 @@ _STRUCTS = (Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall, Race)
 class Facts(ctypes.Structure):
     """The library's instruction set, and its sizes of `_STRUCTS` in bytes."""
 
-    _fields_ = (*_all(c_int32, "lanes pair_dots tiles"), ("sizes", c_int32 * len(_STRUCTS)))
+    _fields_ = (*_all(c_int32, "lanes pair_dots tiles squeezes"), ("sizes", c_int32 * len(_STRUCTS)))
 
+
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "forward": (c_int32, POINTER(Stack), POINTER(Call)),
+    "read_out": (c_int32, POINTER(Readout), POINTER(ReadoutCall)),
+    "draft": (c_int32, POINTER(Chain), POINTER(ChainCall)),
+    "draw": (c_int64, POINTER(Race), c_void_p, c_int32),
+    "delays": (None, POINTER(Race), c_void_p, c_int32, c_void_p),
+    "advise": (None, c_void_p, c_uint64),
+    "squeeze": (None, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
+    "facts": (None, POINTER(Facts)),
+}
+"""The C functions without their prefix: results and arguments."""
 
 MOST_KEPT = 8
 """Most candidates of a level in a `ChainCall`."""
@@ -140,6 +156,7 @@ class Library:
         lanes: outputs in a vector, on which the layout of weights depends.
         instructions: those of bfloat16 products, for `aquiline doctor`.
         vectors: those of everything else, float32 products included.
+        squeezes: it reads bfloat16 weights in 12 bits.
     """
 
     path: Path
@@ -149,9 +166,11 @@ class Library:
     draw: Callable[..., int]
     delays: Callable[..., None]
     advise: Callable[..., None]
+    squeeze: Callable[..., None]
     lanes: int
     instructions: str
     vectors: str
+    squeezes: bool
 
 
 def open_library(path: Path) -> Library:
@@ -164,32 +183,23 @@ def open_library(path: Path) -> Library:
         handle: Any = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load the kernels: {error}") from error
-    handle.aquiline_forward.argtypes = [POINTER(Stack), POINTER(Call)]
-    handle.aquiline_read_out.argtypes = [POINTER(Readout), POINTER(ReadoutCall)]
-    handle.aquiline_draft.argtypes = [POINTER(Chain), POINTER(ChainCall)]
-    handle.aquiline_draw.argtypes, handle.aquiline_draw.restype = [POINTER(Race), c_void_p, c_int32], c_int64
-    handle.aquiline_delays.argtypes = [POINTER(Race), c_void_p, c_int32, c_void_p]
-    handle.aquiline_delays.restype = None
-    handle.aquiline_advise.argtypes, handle.aquiline_advise.restype = [c_void_p, c_uint64], None
-    handle.aquiline_facts.argtypes, handle.aquiline_facts.restype = [POINTER(Facts)], None
+    functions = {name: getattr(handle, f"aquiline_{name}") for name in _FUNCTIONS}
+    for name, function in functions.items():
+        function.restype, *function.argtypes = _FUNCTIONS[name]
     facts = Facts()
-    handle.aquiline_facts(ctypes.byref(facts))
+    functions.pop("facts")(ctypes.byref(facts))
     sizes, expected = list(facts.sizes), [ctypes.sizeof(struct) for struct in _STRUCTS]
     if sizes != expected:
         raise BuildError(f"{path} does not fit this version of the package: structs of {sizes} bytes, not {expected}")
     vectors = "AVX-512" if facts.lanes == 16 else "8-lane vectors"
     products = "AMX" if facts.tiles else f"{vectors} with bfloat16" if facts.pair_dots else vectors
     return Library(
-        path,
-        handle.aquiline_forward,
-        handle.aquiline_read_out,
-        handle.aquiline_draft,
-        handle.aquiline_draw,
-        handle.aquiline_delays,
-        handle.aquiline_advise,
-        facts.lanes,
-        products,
-        vectors,
+        path=path,
+        lanes=facts.lanes,
+        instructions=products,
+        vectors=vectors,
+        squeezes=bool(facts.squeezes),
+        **functions,
     )
 
 

@@ -112,10 +112,22 @@ EXPORT void aquiline_delays(const Race* race, const int64_t* to_target, int32_t 
   }
 }
 
+// Squeezes vectors of words of pairs, (vectors, inputs / 2, 16, 2), see squeezed.h; `odd` gets a
+// byte a unit.
+EXPORT void aquiline_squeeze(const uint16_t* words, int32_t vectors, int32_t inputs, uint8_t* out,
+                             uint8_t* tables, uint8_t* odd, int32_t threads) {
+  const int units = inputs / UNIT_INPUTS;
+#pragma omp parallel for num_threads(threads)
+  for (int v = 0; v < vectors; v++)
+    squeeze(words + (size_t)v * inputs * LANES, inputs, out + (size_t)v * units * UNIT_LINES * LINE,
+            tables + (size_t)v * TABLE_SIZE, odd + (size_t)v * units);
+}
+
 EXPORT void aquiline_facts(Facts* facts) {
   *facts = {LANES,
             HAS_PAIR_DOTS,
             tiles_allowed(),
+            CAN_SQUEEZE,
             {sizeof(Stack), sizeof(Layer), sizeof(Call), sizeof(Readout), sizeof(ReadoutCall),
              sizeof(Chain), sizeof(ChainCall), sizeof(Race)}};
 }

@@ -23,6 +23,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 INT8, INT4 = 2, 3
 
+UNIT_INPUTS, UNIT_BYTES, TABLE_SIZE = 8, 192, 16
+"""Sizes of squeezed weights, see ``squeezed.h``."""
+
+MOST_ODD = 0.05
+"""Share of odd units up to which squeezing pays."""
+
 
 def padded(size: int, to: int) -> int:
     """Rounds `size` up to a multiple of `to`."""
@@ -108,11 +114,49 @@ class Memory:
             per_lane = 2 if weight.dtype == torch.bfloat16 else 1
             words = weight.view(vectors, lanes, width // per_lane, per_lane).transpose(1, 2)
             result.kind = DTYPES.index(weight.dtype)
-        result.weight = self.place(_lines(words, lanes))
+        if not self._squeeze(words, result):
+            result.weight = self.place(_lines(words, lanes))
         if bias is not None:
             bias = picked(bias.detach().float(), rows, 0)
             result.bias = self.keep(nn.functional.pad(bias, (0, vectors * lanes - outputs)))
         return result
+
+    def _squeeze(self, words: Tensor, result: Matrix) -> bool:
+        """Packs bfloat16 weights in 12 bits, see ``squeezed.h``; returns False if that does not pay.
+
+        Args:
+            words: (vectors, inputs / 2, 16, 2).
+            result: receives the addresses.
+        """
+        if words.dtype != torch.bfloat16 or not self.library.squeezes:
+            return False
+        words = words.contiguous()
+        vectors, units = len(words), words.shape[1] * 2 // UNIT_INPUTS
+        lines = torch.empty(vectors, units, UNIT_BYTES, dtype=torch.uint8)
+        tables, odd = (torch.empty(vectors, size, dtype=torch.uint8) for size in (TABLE_SIZE, units))
+        self.library.squeeze(
+            words.data_ptr(), vectors, units * UNIT_INPUTS, lines.data_ptr(), tables.data_ptr(), odd.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        counts = odd.sum(1)
+        if int(counts.sum()) > MOST_ODD * odd.numel():
+            return False
+        result.weight = self.place(lines)
+        # An additional unit, -1, ends each vector's list.
+        numbers = torch.arange(units + 1, dtype=torch.int32).where(torch.arange(units + 1) < units, -1)
+        listed = nn.functional.pad(odd, (0, 1), value=1).bool()
+        begin = (counts.cumsum(0) - counts + torch.arange(vectors)).int()
+        # (vectors, units, half, word, four lanes, lane, element): interleaving bytes joins the words of a half.
+        upper = words.view(vectors, units, 2, 2, 4, 4, 2).view(torch.uint8)[..., 1::2][odd.bool()].transpose(2, 3)
+        for name, tensor in (
+            ("tables", tables),
+            ("odd_begin", begin),
+            ("odd_units", numbers.expand(vectors, -1)[listed]),
+            ("odd_lines", upper),
+        ):
+            self.kept.append(tensor.contiguous())
+            setattr(result, name, self.kept[-1].data_ptr())
+        return True
 
 
 def _lines(words: Tensor, lanes: int) -> Tensor:

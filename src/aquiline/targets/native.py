@@ -44,7 +44,7 @@ class NativeDecoder:
         # weights are freed when the caller drops it.
         self.embedding: Tensor = decoder.embed_tokens.weight.detach().contiguous()
         memory = Memory(library, form)
-        weight = weight_bytes(self.dtype, form)
+        weight = weight_bytes(self.dtype, form, library)
         memory.reserve(stack_bytes(config.layer, config.num_layers, config.vocab_size, weight, library.lanes))
         self._angles = AngleTable(config.layer.rope)
         layers = [
@@ -124,10 +124,10 @@ def stack_bytes(config: LayerConfig, layers: int, outputs: int, weight: float, l
     return int((layers * (layer + 1024) + padded(outputs, lanes) * hidden) * weight)
 
 
-def weight_bytes(dtype: torch.dtype, form: WeightFormat | None) -> float:
+def weight_bytes(dtype: torch.dtype, form: WeightFormat | None, library: Library) -> float:
     """Returns the bytes of a weight with its share of the scales."""
     if form is None:
-        return dtype.itemsize
+        return 1.5 if dtype == torch.bfloat16 and library.squeezes else dtype.itemsize
     return 1 + 2 / GROUPS[form] if form == "int8" else 0.5 + 4 / GROUPS[form]
 
 
