@@ -14,6 +14,8 @@ FULL := .venv/.installed-full-$(TORCH)
 PINS := .venv/constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+# Tests of tiny models take one core each.
+SPREAD := --numprocesses 2 --dist loadfile
 
 .PHONY: install install-dev kernels model run test test-oracle test-real test-rest verify lint bench clean
 
@@ -46,13 +48,13 @@ run: model
 test: lint test-oracle test-real test-rest
 
 test-oracle: $(FULL) kernels
-	$(PYTEST) -m 'oracle and not verify'
+	$(PYTEST) $(SPREAD) -m 'oracle and not verify'
 
 test-real: $(FULL) model
 	$(PYTEST) -m 'real and not verify'
 
 test-rest: $(FULL) model
-	$(PYTEST) -m 'not oracle and not real and not verify'
+	$(PYTEST) $(SPREAD) -m 'not oracle and not real and not verify'
 
 verify: $(FULL) model
 	$(PYTEST) -m verify --timeout 3600
