@@ -127,12 +127,13 @@ __attribute__((noinline)) void coded_registers(const CodedProduct& p, const char
     const int end = std::min(begin + p.group, p.inputs);
     Ints acc[N][V] = {};
     for (int i = begin; i < end; i += Bits::INPUTS, here += LINE) {
+      const size_t later = beyond<V>(here - p.weights, p.vector_bytes);
       Ints words[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         const char* place = here + vector_offset(v, p.vector_bytes);
         words[v] = load_words(place);
-        if (!next && v % LINE_VECTORS == 0) __builtin_prefetch(place + AHEAD);
+        if (!next && v % LINE_VECTORS == 0) __builtin_prefetch(place + later);
       }
       const auto dots = [&]<int J>() {
         Ints pairs[V];

@@ -1,5 +1,6 @@
 // Sizes of the tiles of registers, and the choice among the instances of a kernel by rows.
 #pragma once
+#include "tiles.h"
 #include "vec.h"
 
 namespace aquiline {
@@ -24,6 +25,14 @@ constexpr size_t vector_offset(int i, size_t vector_bytes) {
 constexpr int tile_vectors(int v, int count, bool four) {
   if (v % LINE_VECTORS) return 1;
   return count >= 4 && four ? 4 : count >= 2 ? 2 : 1;
+}
+
+// Bytes from place `at` of a tile's V vectors to what is fetched there: the same vectors further
+// on, or towards their end the first lines of the next V.
+template <int V>
+INLINE size_t beyond(size_t at, size_t vector_bytes) {
+  constexpr int skipped = V > LINE_VECTORS ? V - LINE_VECTORS : 0;
+  return AHEAD + (at + AHEAD < LINE_VECTORS * vector_bytes ? 0 : skipped * vector_bytes);
 }
 
 // What the passes over a block of V vectors fetch of the next block into the second-level cache.

@@ -122,8 +122,9 @@ __attribute__((noinline)) void register_tile(const Rows& x, const char* weights,
   for (int k = 0; k < steps; k++) {
     const char* here = weights + (size_t)k * LINE;
     if (!ahead.next) {
+      const char* later = here + beyond<V>((size_t)k * LINE, vector_bytes);
       for (int v = 0; v < V; v += LINE_VECTORS)
-        __builtin_prefetch(here + vector_offset(v, vector_bytes) + AHEAD);
+        __builtin_prefetch(later + vector_offset(v, vector_bytes));
     } else {
       const char* next = ahead.next + (size_t)k * ahead.bytes;
       for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(next + i * LINE, 0, 2);
@@ -180,7 +181,8 @@ __attribute__((noinline)) void squeezed_tile(const Matrix& m, const Rows& x, int
   Unsqueezed from[V];
   for (int i = 0; i < V; i++) from[i] = {m.squeezed, m.at(v + i), v + i};
   for (int k = 0; k < m.inputs / 2; k += UNIT_INPUTS / 2) {
-    for (Unsqueezed& f : from) f.fetch();
+    const size_t later = beyond<V>((size_t)k * 48, m.vector_bytes());
+    for (Unsqueezed& f : from) f.fetch(later);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       __m512i lower[V], upper[V];

@@ -73,8 +73,8 @@ class Unsqueezed {
         odd_(s.odd_units + s.odd_begin[v]),
         odd_lines_(s.odd_lines + (ptrdiff_t)(s.odd_begin[v] - v) * 2 * LINE) {}
 
-  INLINE void fetch() const {
-    for (int i = 0; i < UNIT_LINES; i++) __builtin_prefetch(weights_ + i * LINE + AHEAD);
+  INLINE void fetch(size_t later) const {
+    for (int i = 0; i < UNIT_LINES; i++) __builtin_prefetch(weights_ + i * LINE + later);
   }
   // The bytes of half a unit. Interleaving them gives its two words.
   INLINE __m512i lower(int half) const { return line(weights_, half); }
