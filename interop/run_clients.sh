@@ -41,7 +41,11 @@ start "$python" -m aquiline.cli serve --port 0 --dtype float32 --served-model-na
 target=$("$python" -c 'from aquiline.models.resolve import resolve_target; print(resolve_target("smollm2"))')
 lines=$work/clients.jsonl
 : >"$lines"
-run() { "$@" | tail -n 1 >>"$lines"; }
+# The last line that a client prints is its result. A pipe would hide the exit status.
+run() {
+  "$@" >"$work/client.txt" || { cat "$work/client.txt"; exit 1; }
+  tail -n 1 "$work/client.txt" >>"$lines"
+}
 asked openai && (cd "$node" && run node "$here/clients/openai_client.mjs" "$url" smollm2)
 asked ai-sdk && (cd "$node" && run node "$here/clients/ai_sdk.mjs" "$url" smollm2)
 asked langchain && run "$venv/bin/python" "$here/clients/langchain_client.py" "$url" smollm2
@@ -54,7 +58,8 @@ if asked schemathesis; then
   examples=${SCHEMATHESIS_EXAMPLES:-2500}
   start env PYTHONPATH="$here/..:${PYTHONPATH:-}" "$python" "$here/clients/fuzz_server.py"
   "$venv/bin/schemathesis" run "$here/clients/openapi.json" --url "$url" --checks not_a_server_error \
-    --phases fuzzing --request-timeout 60 --max-examples "$examples" --no-color | tee "$work/schemathesis.txt"
+    --phases fuzzing --request-timeout 60 --max-examples "$examples" --no-color >"$work/schemathesis.txt" ||
+    { cat "$work/schemathesis.txt"; exit 1; }
   run "$venv/bin/python" "$here/clients/fuzzed.py" "$work/schemathesis.txt" "$url"
 fi
 cat "$lines"
