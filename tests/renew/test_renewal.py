@@ -132,6 +132,7 @@ def test_a_version_that_another_process_points_to_is_served(
     serve_version(beside.folder, add_version(beside.folder, base / "head1", 0).number, "swap")
     beside.renewal.look()
     assert beside.renewal.health() == {"version": 1, "training": "idle"}
+    assert beside.loaded.head.path == beside.folder / "versions" / "0001"
     assert not torch.equal(first, beside.loaded.head.drafter.head.network.fc.weight)
     assert beside.loaded.generate([5, 6, 7], max_new_tokens=20).token_ids == before
 

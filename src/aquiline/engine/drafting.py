@@ -59,12 +59,12 @@ _TREES: dict[str, tuple[BareTree, ...]] = {
 """Draft, or kind of head → the trees that it can draft."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ServedHead:
     """An EAGLE head that drafts, by itself or in a wrapper, and that another one can replace.
 
     Attributes:
-        path: folder or file that it was opened from.
+        path: folder or file of the head that drafts now; `swap_head` changes it.
         packed: it drafts with a fast copy of its network.
     """
 
@@ -241,6 +241,7 @@ def swap_head(served: ServedHead, folder: Path, lock: threading.RLock) -> None:
         raise ValueError(f"{folder} is no EAGLE head; allowed: one of the same sizes as {served.path}")
     with lock:
         old.become(made.drafter)
+        served.path = made.path
 
 
 def _check_tree(draft: str, tree: TreePolicy | BareTree | None) -> None:
