@@ -19,10 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import uvicorn
-
 import aquiline
 from aquiline.serve.guard import ServerSettings
+from aquiline.serve.run import bind, http_server
 from aquiline.serve.server import Server
 from benchmarks.serve_load import Messages, ask, conversation, machine
 
@@ -59,15 +58,15 @@ def compare(model: Any, ask_server: Any, pairs: int, tokens: int) -> dict[str, A
 @contextmanager
 def served(loaded: Any) -> Iterator[str]:
     """Serves a model from a thread of this process; yields the URL."""
-    endpoints = Server(ServerSettings(served_model_name="smollm2"))
+    endpoints = Server(ServerSettings(port=0, served_model_name="smollm2"))
     endpoints.ready(loaded)
-    server = uvicorn.Server(uvicorn.Config(endpoints.app, port=0, log_config=None, access_log=False, lifespan="off"))
-    thread = threading.Thread(target=server.run, daemon=True)
+    listener, server = bind(endpoints.settings), http_server(endpoints)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

@@ -80,9 +80,12 @@ def ask(url: str, model: str, messages: Messages, tokens: int, *, leave: int | N
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
-    for line in response:
-        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-            yield json.loads(line[6:])
+    rest = b""
+    while piece := response.read1():  # reading by lines takes several times as long
+        *whole, rest = (rest + piece).split(b"\n\n")
+        for event in whole:
+            if event.startswith(b"data: ") and event != b"data: [DONE]":
+                yield json.loads(event[6:])
 
 
 def prompts() -> list[str]:

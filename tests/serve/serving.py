@@ -18,6 +18,7 @@ from aquiline.engine.request import Engine
 from aquiline.loading import Loaded
 from aquiline.sampling import SamplingParams
 from aquiline.serve.guard import ServerSettings
+from aquiline.serve.run import bind, http_server
 from aquiline.serve.scheduler import Scheduler
 from aquiline.serve.server import Accompany, Server
 from tests.knowing_drafter import KnowingDrafter
@@ -67,6 +68,7 @@ class Running:
 
     port: int
     server: Server
+    http: uvicorn.Server
 
     @property
     def url(self) -> str:
@@ -111,18 +113,17 @@ class Running:
 def serving(model: Loaded | None, accompany: Accompany | None = None, **settings: Any) -> Iterator[Running]:
     """Serves a model while the block runs; None: it is still loading."""
     server = Server(ServerSettings(**({"port": 0, "served_model_name": MODEL} | settings)), accompany=accompany)
-    http_server = uvicorn.Server(uvicorn.Config(server.app, port=server.settings.port, log_config=None, lifespan="off"))
+    listener, made = bind(server.settings), http_server(server)
     if model is not None:
         server.ready(model)
-    thread = threading.Thread(target=http_server.run, daemon=True)
+    thread = threading.Thread(target=made.run, args=([listener],), daemon=True)
     thread.start()
-    while not http_server.started:
+    while not made.started:
         time.sleep(0.005)
-    port = http_server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(port, server)
+        yield Running(listener.getsockname()[1], server, made)
     finally:
-        http_server.should_exit = http_server.force_exit = True
+        made.should_exit = made.force_exit = True
         thread.join()
         server.close()
 

@@ -65,6 +65,25 @@ def test_a_deadline() -> None:
         hurried.until(lambda: hurried.scheduler.running == 0)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_stops_reading_holds_neither_a_slot_nor_its_answer(
+    stream: bool,
+) -> None:
+    """A megabyte of log-probabilities, more than the buffers of a connection."""
+    prompt = {"prompt": "x", "max_tokens": 150, "n": 4, "ignore_eos": True, "logprobs": 20}
+    sent = json.dumps(prompt | {"stream": stream}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
+    with serving(path_model(), timeout=2.0) as running, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", running.port))
+        deaf.sendall(head.encode() + b"\r\n\r\n" + sent)
+        running.until(lambda: running.scheduler.metrics.success.labels("tiny", "length")._value.get() == 4)
+        assert running.scheduler.running == 0 and running.ask(TEXT, {"prompt": "y"})[0] == 200
+        assert running.http.server_state.connections
+        running.until(lambda: not running.http.server_state.connections)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

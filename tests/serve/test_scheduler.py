@@ -345,6 +345,21 @@ def test_a_broken_step_ends_running_requests_and_the_server_continues(monkeypatc
         assert running.ask(TEXT, {"prompt": "x"})[0] == 200
 
 
+@pytest.mark.parametrize(("error", "status"), [(MemoryError(), 503), (OSError("a bug"), 500)])
+def test_slots_that_cannot_be_made_refuse_the_request_and_the_server_continues(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(path_model()) as running:
+        with monkeypatch.context() as patch:
+
+            def broken(*_: Any) -> Any:
+                raise error
+
+            patch.setattr("aquiline.serve.scheduler.Batch", broken)
+            assert running.ask(TEXT, {"prompt": "x"})[0] == status
+        assert running.ask(TEXT, {"prompt": "x"})[0] == 200
+
+
 # -- what is measured ---------------------------------------------------------------------------------
 
 

@@ -100,6 +100,18 @@ def test_stop_strings_and_end_tokens(client: openai.OpenAI, model: Loaded) -> No
     assert biased.choices[0].text == "" and biased.choices[0].finish_reason == "stop"
 
 
+def test_stop_strings_across_the_events_of_a_stream(server: Running, model: Loaded) -> None:
+    (output,) = expected(model, "abc", max_new_tokens=40, logit_bias=LETTERS)
+    body = {"prompt": "abc", "max_tokens": 40, "temperature": 0, "logit_bias": BIAS}
+    pieces = [event["choices"][0]["text"] for event in server.events(TEXT, body)[:-1]]
+    assert "".join(pieces) == output.text
+    begins = len("".join(pieces[:3])) - 1  # the last character of one event, and the first two of the next ones
+    stop = output.text[begins : begins + 3]
+    *events, last, _ = server.events(TEXT, body | {"stop": ["never", stop]})
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == output.text[: output.text.index(stop)] and last["choices"][0]["finish_reason"] == "stop"
+
+
 def test_log_probabilities(client: openai.OpenAI, model: Loaded) -> None:
     (output,) = expected(model, user("p"), max_new_tokens=12, logprobs=3)
     for stream in (False, True):
@@ -302,7 +314,12 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "temperature": (CHAT, {"messages": user("x"), "temperature": 3}, "temperature"),
     "temperature text": (CHAT, {"messages": user("x"), "temperature": "1"}, "temperature"),
     "boolean number": (CHAT, {"messages": user("x"), "max_tokens": True}, "max_tokens"),
+    "two limits": (CHAT, {"messages": user("x"), "max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
     "n": (TEXT, {"prompt": "x", "n": 0}, "n"),
+    "outputs": (TEXT, {"prompt": ["x", "y"], "n": 128}, "n"),
+    "no prompts": (TEXT, {"prompt": []}, "prompt"),
+    "one empty prompt": (TEXT, {"prompt": ["x", ""]}, "prompt"),
+    "empty token ids": (TEXT, {"prompt": [[]]}, "prompt"),
     "top_p": (TEXT, {"prompt": "x", "top_p": 0}, "top_p"),
     "suffix": (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
     "best_of": (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),

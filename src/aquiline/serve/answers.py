@@ -16,21 +16,24 @@ from aquiline.serve.asked import Asked
 from aquiline.serve.fields import ApiError, Disconnected
 from aquiline.serve.scheduler import PromptScores
 
+Deliveries = Sequence[StreamEvent | PromptScores]
+"""What steps gave to one request since it was last asked for."""
+
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 @dataclass(eq=False)
 class _Choice:
-    """One output so far."""
+    """One output so far; a stream keeps nothing of it."""
 
-    text: str = ""
+    text: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     provenance: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Answer:
-    """Collects the events of one request and formats them for its client.
+    """Formats the events of one request for its client.
 
     Args:
         chat: chat completion, or else text completion.
@@ -48,26 +51,41 @@ class Answer:
         self._choices = [_Choice() for _ in emissions]
         self._samples = len(emissions) // len(asked.requests)
         self._shown = [0] * len(emissions)  # characters before the next token, for text_offset
+        self._frames = [self._frame(place) for place in self._places()] if asked.stream else []
 
-    # -- whole answers -------------------------------------------------------------------------
-
-    def take(self, event: StreamEvent | PromptScores) -> list[dict[str, Any]]:
-        """Adds an event; returns the chunks that a stream sends for it."""
+    def take(self, event: StreamEvent | PromptScores) -> bytes:
+        """Adds an event; returns what a stream sends for it."""
         if isinstance(event, PromptScores):
             places = [i for i, emission in enumerate(self.emissions) if emission.index == event.index]
-            return [chunk for place in places for chunk in self._echo(place, event)]
+            return b"".join(self._echo(place, event) for place in places)
         place = self._place[event.index, event.sample]
-        choice, chunks = self._choices[place], list[dict[str, Any]]()
-        logprobs = self._scored(place, event)
-        pieces = [vars(piece) for piece in event.pieces or []]
-        choice.text += event.text
-        choice.provenance += pieces
-        if event.text or logprobs or pieces:
-            chunks.append(self._chunk(place, event.text, logprobs, pieces))
-        if event.finish_reason is not None:
-            choice.finish_reason = _REASONS[event.finish_reason]
-            chunks.append(self._last(place))
-        return chunks
+        reason = None if event.finish_reason is None else _REASONS[event.finish_reason]
+        return self._add(place, event.text, self._scored(place, event), [vars(p) for p in event.pieces or []], reason)
+
+    def _add(
+        self,
+        place: int,
+        text: str,
+        logprobs: list[dict[str, Any]],
+        pieces: list[dict[str, Any]],
+        reason: str | None = None,
+    ) -> bytes:
+        if not self.asked.stream:
+            choice = self._choices[place]
+            choice.text.append(text)
+            choice.logprobs += logprobs
+            choice.provenance += pieces
+            choice.finish_reason = reason
+            return b""
+        sent = b""
+        if logprobs or pieces:
+            sent = sse(self._chunk(place, text, logprobs, pieces))
+        elif text:
+            before, after = self._frames[place]
+            sent = before + json.dumps(text).encode() + after
+        return sent if reason is None else sent + sse(self._last(place, reason))
+
+    # -- whole answers -------------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
         """The answer without a stream."""
@@ -76,9 +94,9 @@ class Answer:
             entry: dict[str, Any] = {"index": place, "finish_reason": choice.finish_reason}
             entry["logprobs"] = self._logprobs(choice.logprobs) if self.asked.logprobs else None
             if self.chat:
-                entry["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+                entry["message"] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
             else:
-                entry["text"] = choice.text
+                entry["text"] = "".join(choice.text)
             if self.asked.requests[0].provenance:
                 entry["provenance"] = choice.provenance
             choices.append(entry)
@@ -105,20 +123,27 @@ class Answer:
 
     # -- streams -------------------------------------------------------------------------------
 
-    def first(self) -> list[dict[str, Any]]:
-        """Returns the chunks that begin a stream: the roles in a chat, the prompts with `echo`."""
+    def first(self) -> bytes:
+        """Begins the answer: with the roles in a chat, with the prompts if they are echoed without scores."""
         if self.chat:
-            return [self._stream_chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in self._places()]
+            role = {"delta": {"role": "assistant", "content": ""}}
+            return b"".join(sse(self._stream_chunk(place, role)) for place in self._places())
         if self.asked.echo and not self.asked.logprobs:
-            return [chunk for place in self._places() for chunk in self._echo(place, None)]
-        return []
+            return b"".join(self._echo(place, None) for place in self._places())
+        return b""
 
-    def last(self) -> list[dict[str, Any]]:
+    def last(self) -> bytes:
         """Returns the chunk with the usage, if it was requested."""
-        return [self._stream_base() | {"choices": [], "usage": self.usage()}] if self.asked.include_usage else []
+        return sse(self._stream_base() | {"choices": [], "usage": self.usage()}) if self.asked.include_usage else b""
 
     def _places(self) -> range:
         return range(len(self._choices))
+
+    def _frame(self, place: int) -> tuple[bytes, bytes]:
+        """Returns what a chunk with nothing but text has before and after it: building one each time costs more."""
+        mark = f"text of {self._base['id']}"
+        before, _, after = sse(self._chunk(place, mark, [], [])).partition(json.dumps(mark).encode())
+        return before, after
 
     def _chunk(
         self, place: int, text: str, logprobs: list[dict[str, Any]], pieces: Sequence[dict[str, Any]]
@@ -129,9 +154,9 @@ class Answer:
             entry["provenance"] = list(pieces)
         return self._stream_chunk(place, entry)
 
-    def _last(self, place: int) -> dict[str, Any]:
+    def _last(self, place: int, reason: str) -> dict[str, Any]:
         entry: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-        return self._stream_chunk(place, entry | {"finish_reason": self._choices[place].finish_reason})
+        return self._stream_chunk(place, entry | {"finish_reason": reason})
 
     def _stream_chunk(self, place: int, entry: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": place, "logprobs": None, "finish_reason": None} | entry
@@ -143,9 +168,9 @@ class Answer:
 
     # -- log-probabilities ---------------------------------------------------------------------
 
-    def _echo(self, place: int, scores: PromptScores | None) -> list[dict[str, Any]]:
-        """The prompt at the beginning of a completion."""
-        choice, index = self._choices[place], place // self._samples
+    def _echo(self, place: int, scores: PromptScores | None) -> bytes:
+        """Adds the prompt, at the beginning of a completion."""
+        index = place // self._samples
         prompt, logprobs = self.asked.prompts[index], list[dict[str, Any]]()
         if scores is not None:
             for token, value, best in zip(
@@ -155,18 +180,14 @@ class Answer:
                 strict=True,
             ):
                 logprobs.append(self._entry(place, token, value, best))
-            choice.logprobs += logprobs
-        choice.text += prompt
-        return [self._chunk(place, prompt, logprobs, [])]
+        return self._add(place, prompt, logprobs, [])
 
     def _scored(self, place: int, event: StreamEvent) -> list[dict[str, Any]]:
         if event.logprobs is None:
             return []
         best = event.top_logprobs or [{} for _ in event.token_ids]
         rows = zip(event.token_ids, event.logprobs, best, strict=True)
-        entries = [self._entry(place, token, value, alternatives) for token, value, alternatives in rows]
-        self._choices[place].logprobs += entries
-        return entries
+        return [self._entry(place, token, value, alternatives) for token, value, alternatives in rows]
 
     def _entry(self, place: int, token: int, value: float | None, best: dict[int, float] | None) -> dict[str, Any]:
         """One token in the form of chat completions; `_logprobs` converts it for text completions."""
@@ -201,33 +222,38 @@ def _alternatives(entry: dict[str, Any]) -> dict[str, float] | None:
     return found
 
 
+def sse(body: dict[str, Any]) -> bytes:
+    """Returns one server-sent event."""
+    return b"data: %b\n\n" % json.dumps(body).encode()
+
+
 class EventStream(Response):
-    """Sends an answer as server-sent events, one chunk each."""
+    """Sends an answer as server-sent events; those that are ready together in one piece."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, first: Any, deliveries: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, answer: Answer, first: Deliveries, more: AsyncGenerator[Deliveries, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._answer, self._first, self._deliveries = answer, first, deliveries
+        self._answer, self._first, self._more = answer, first, more
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        take = self._answer.take
 
-        async def write(chunks: list[dict[str, Any]]) -> None:
-            data = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+        async def write(body: bytes, more: bool = True) -> None:
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
 
         try:
-            await write([*self._answer.first(), *self._answer.take(self._first)])
-            async for delivery in self._deliveries:
-                await write(self._answer.take(delivery))
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await write(self._answer.first() + b"".join(map(take, self._first)))
+            async for deliveries in self._more:
+                await write(b"".join(map(take, deliveries)))
             await write(self._answer.last())
         except ApiError as error:
-            await write([error.body])
+            await write(sse(error.body))
         except Disconnected:
             return
         finally:
-            await self._deliveries.aclose()
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await self._more.aclose()
+        await write(b"data: [DONE]\n\n", more=False)

@@ -68,6 +68,9 @@ def read_chat(loaded: Loaded, body: Any) -> Asked:
         raise ApiError(400, "top_logprobs needs logprobs: true; add it", param="top_logprobs")
     settings: dict[str, Any] = {"logprobs": (top or 0) if logprobs else None}
     limits = [fields.take(name, integer(1)) for name in ("max_completion_tokens", "max_tokens")]
+    if None not in limits:
+        message = "max_tokens has no effect beside max_completion_tokens; drop one of the two"
+        raise ApiError(400, message, param="max_tokens")
     settings["max_new_tokens"] = next((n for n in limits if n is not None), loaded.target.shape.max_positions)
     prediction = fields.take("prediction", lambda name, value: _prediction(loaded, name, value))
     fields.take("modalities", one_of(["text"]))

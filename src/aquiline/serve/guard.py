@@ -183,9 +183,10 @@ class Guard:
 
     def _log(self, scope: Any, name: str, status: int, began: float) -> None:
         """One JSON line; it never holds a prompt or an answer."""
-        usage = scope.get("aquiline")
+        counts = scope["aquiline"]() if "aquiline" in scope else {}
         line = {"request": name, "method": scope["method"], "path": scope["path"], "status": status}
-        line |= {"ms": round(1000 * (time.perf_counter() - began), 1)} | (usage() if usage else {})
+        line |= {"ms": round(1000 * (time.perf_counter() - began), 1)}
+        line |= {count: counts[count] for count in ("prompt_tokens", "completion_tokens") if count in counts}
         logger.info("%s", json.dumps(line))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable
@@ -32,13 +33,10 @@ def run_server(
     Raises:
         OSError: if the address cannot be bound.
     """
-    listener = _bind(settings)
+    listener = bind(settings)
     url = _url(settings.host, listener)
     server, failed = Server(settings, accompany=accompany), list[Exception]()
-    config = uvicorn.Config(
-        server.app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=30
-    )
-    http = _Http(config)
+    http = http_server(server)
 
     def begin() -> None:
         try:
@@ -63,14 +61,39 @@ def _url(host: str, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
-def _bind(settings: ServerSettings) -> socket.socket:
+def bind(settings: ServerSettings) -> socket.socket:
+    """Returns a listening socket.
+
+    Raises:
+        OSError: if the address cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=256)
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=256)
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         reason = (error.strerror or str(error)).partition(" (while")[0]  # Python appends the address
         raise OSError(f"{where} cannot be bound ({reason}); choose another --port or --host") from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+        # Else the answer to a client that stops reading would stay in memory until the client ends.
+        milliseconds = min(math.ceil(1000 * settings.timeout), (1 << 31) - 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return listener
+
+
+def http_server(server: Server) -> uvicorn.Server:
+    """Returns what speaks HTTP for `server`; it runs on a socket of `bind`."""
+    return _Http(
+        uvicorn.Config(
+            server.app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=math.ceil(server.settings.timeout),  # a client may send its body for ever
+        )
+    )
 
 
 class _Http(uvicorn.Server):

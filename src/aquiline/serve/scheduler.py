@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aquiline.engine.batch import Batch, capacity_for
+from aquiline.engine.batch import Batch, capacity_for, out_of_memory
 from aquiline.engine.emission import Emission
 from aquiline.engine.logprobs import prompt_logprobs
 from aquiline.engine.request import Engine, GenerationOutput, StreamEvent
@@ -131,17 +131,17 @@ class Scheduler:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._obey()
-            self._expire()
             try:
+                self._obey()
+                self._expire()
                 if self._scoring:
                     self._score()
                 if self._batch is not None and self._batch.busy:
                     for event in self._batch.advance():
                         self._deliver(event)
-            except Exception:
+            except Exception as error:
                 logger.exception("a step failed; the requests that ran are ended")
-                self._end_all(RuntimeError("the server failed in a step; see its log"))
+                self._end_all(error if out_of_memory(error) else RuntimeError("the server failed in a step"))
 
     def _obey(self) -> None:
         """Runs the queued commands; waits for one while idle."""
@@ -194,18 +194,19 @@ class Scheduler:
         if found is None:
             return  # dropped between two events of one step
         job, seen = found
-        if event.token_ids and event.error is None:
+        if event.error is not None:
+            self._drop(job, event.error)
+            return
+        if event.token_ids:
             if seen.last is None:
                 self.metrics.began(seen.emission)
             self.metrics.stepped(seen, event)
-        if event.output is not None and event.error is None:
+        if event.output is not None:
             self.metrics.finished(seen, event.output.finish_reason)
             if job.store and self.keep is not None:
                 self.keep(event.output)
         job.deliver(event)
-        if event.error is not None:
-            self._drop(job)
-        elif event.output is not None:
+        if event.output is not None:
             self._close(job, seen.emission)
 
     def _close(self, job: Job, emission: Emission) -> None:
@@ -234,8 +235,7 @@ class Scheduler:
             self._drop(job, TimeoutError(f"not finished after {job.deadline - job.submitted:.0f} s"))
 
     def _end_all(self, error: Exception) -> None:
-        if self._batch is not None:
-            self._batch.clear()
+        self._batch = None  # its memory may be what was missing; the next request makes another one
         for job in list(self._jobs):
             self._drop(job, error)
 

@@ -17,15 +17,16 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
+from aquiline.engine.batch import out_of_memory
 from aquiline.engine.emission import Emission, outputs_of
 from aquiline.engine.request import GenerationOutput, StreamEvent
-from aquiline.engine.text import encode_prompt
+from aquiline.engine.text import encode_prompt, tokenized
 from aquiline.loading import Loaded
-from aquiline.serve.answers import Answer, EventStream
+from aquiline.serve.answers import Answer, Deliveries, EventStream
 from aquiline.serve.asked import Asked, read_chat, read_completion
 from aquiline.serve.fields import ApiError, Disconnected, Fields, flag, parse_json, text, token_ids
 from aquiline.serve.guard import Guard, ServerSettings
-from aquiline.serve.scheduler import Busy, Delivery, Job, Scheduler
+from aquiline.serve.scheduler import Busy, Delivery, Job, PromptScores, Scheduler
 
 logger = logging.getLogger("aquiline")
 
@@ -165,12 +166,7 @@ class Server:
         fields.take("model", text)
         prompt, special = fields.need("prompt", text), fields.take("add_special_tokens", flag, True)
         fields.done()
-        try:
-            tokens = encode_prompt(loaded.tokenizer, prompt, raw=True) if prompt and special else None
-            if tokens is None:
-                tokens = loaded.tokenizer(prompt, add_special_tokens=special)["input_ids"]
-        except (ValueError, TypeError) as error:
-            raise ApiError(400, f"prompt: {error}", param="prompt") from error
+        tokens = await asyncio.to_thread(_tokens, loaded, prompt, special)  # a long text takes a while
         length = loaded.target.shape.max_positions
         return answer_json({"tokens": tokens, "count": len(tokens), "max_model_len": length})
 
@@ -184,7 +180,7 @@ class Server:
         outside = next((token for token in tokens if token >= size), None)
         if outside is not None:
             raise ApiError(400, f"tokens has {outside}; allowed: 0 … {size - 1}", param="tokens")
-        return answer_json({"prompt": loaded.tokenizer.decode(list(tokens))})
+        return answer_json({"prompt": await asyncio.to_thread(loaded.tokenizer.decode, list(tokens))})
 
     # -- completions -----------------------------------------------------------------------------
 
@@ -200,13 +196,11 @@ class Server:
         if isinstance(body, dict):
             self._check_model(body.get("model"))
         # In a thread, because tokenizing and compiling a grammar take a while.
-        asked = await asyncio.to_thread(read, loaded, body)
-        emissions = await asyncio.to_thread(_emissions, loaded, scheduler, asked)
+        asked, emissions = await asyncio.to_thread(_prepared, loaded, scheduler, read, body)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         answer = Answer(chat, name, self.settings.served_model_name, asked, emissions, loaded.tokenizer)
-        run = _Run(scheduler, answer, asked, emissions, self.settings.timeout)
-        request.scope["aquiline"] = run.usage
-        deliveries = run.deliveries(request.receive)
+        request.scope["aquiline"] = answer.usage
+        deliveries = _deliveries(scheduler, asked, emissions, self.settings.timeout, request.receive)
         try:
             first = await anext(deliveries)
         except BaseException:
@@ -215,68 +209,71 @@ class Server:
         if asked.stream:
             return EventStream(answer, first, deliveries)
         answer.first()  # with `echo`, the prompts precede the completions
-        answer.take(first)
-        async for delivery in deliveries:
+        for delivery in first:
             answer.take(delivery)
+        async for more in deliveries:
+            for delivery in more:
+                answer.take(delivery)
         return answer_json(answer.whole())
 
 
-def _emissions(loaded: Loaded, scheduler: Scheduler, asked: Asked) -> list[Emission]:
-    """The outputs of a request: n per prompt."""
+def _tokens(loaded: Loaded, prompt: str, special: bool) -> list[int]:
+    try:
+        if prompt and special:
+            return encode_prompt(loaded.tokenizer, prompt, raw=True)
+        tokens: list[int] = tokenized(loaded.tokenizer, prompt, add_special_tokens=special)["input_ids"]
+        return tokens
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, f"prompt: {error}", param="prompt") from error
+
+
+def _prepared(
+    loaded: Loaded, scheduler: Scheduler, read: Callable[[Loaded, Any], Asked], body: Any
+) -> tuple[Asked, list[Emission]]:
+    """Reads a body; returns it with its outputs, n per prompt."""
+    asked = read(loaded, body)
     count = sum(request.params.n for request in asked.requests)
     if count > scheduler.limit:
         raise ApiError(400, f"{count} outputs in one request; allowed: {scheduler.limit}; send fewer", param="n")
     made = [outputs_of(loaded.engine, request, scheduler.next_index()) for request in asked.requests]
-    return [emission for outputs in made for emission in outputs]
+    return asked, [emission for outputs in made for emission in outputs]
 
 
-@dataclass(eq=False)
-class _Run:
-    """One request on its way through the scheduler."""
+async def _deliveries(
+    scheduler: Scheduler, asked: Asked, emissions: list[Emission], timeout: float, receive: Callable[[], Awaitable[Any]]
+) -> AsyncGenerator[Deliveries, None]:
+    """Submits a job and yields what has arrived; closing the generator cancels the job."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Delivery]()
 
-    scheduler: Scheduler
-    answer: Answer
-    asked: Asked
-    emissions: list[Emission]
-    timeout: float
+    def deliver(delivery: Delivery) -> None:
+        with suppress(RuntimeError):  # the loop has ended, so nothing waits
+            loop.call_soon_threadsafe(arrived.put_nowait, delivery)
 
-    def usage(self) -> dict[str, Any]:
-        """Returns the token counts for the access log."""
-        found = self.answer.usage()
-        return {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
-
-    async def deliveries(self, receive: Callable[[], Awaitable[Any]]) -> AsyncGenerator[Any, None]:
-        """Submits the job and yields its deliveries; closing the generator cancels the job."""
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Delivery]()
-
-        def deliver(delivery: Delivery) -> None:
-            with suppress(RuntimeError):  # the loop has ended, so nothing waits
-                loop.call_soon_threadsafe(arrived.put_nowait, delivery)
-
-        score = self.asked.requests[0].params.logprobs if self.asked.echo else None
-        now = time.monotonic()
-        job = Job(self.emissions, deliver, now + self.timeout, score, self.asked.store, now)
-        try:
-            self.scheduler.submit(job)
-        except Busy as error:
-            raise ApiError(429, str(error), "rate_limit_error", code="queue_full", retry_after=1) from error
-        gone = asyncio.ensure_future(_disconnect(receive))
-        gone.add_done_callback(lambda _: arrived.put_nowait(Disconnected()))
-        left = len(self.emissions)
-        try:
-            while left:
-                delivery = await arrived.get()
+    score = asked.requests[0].params.logprobs if asked.echo else None
+    now = time.monotonic()
+    job = Job(emissions, deliver, now + timeout, score, asked.store, now)
+    try:
+        scheduler.submit(job)
+    except Busy as error:
+        raise ApiError(429, str(error), "rate_limit_error", code="queue_full", retry_after=1) from error
+    gone = asyncio.ensure_future(_disconnect(receive))
+    gone.add_done_callback(lambda _: arrived.put_nowait(Disconnected()))
+    left = len(emissions)
+    try:
+        while left:
+            events = list[StreamEvent | PromptScores]()
+            for delivery in [await arrived.get(), *(arrived.get_nowait() for _ in range(arrived.qsize()))]:
                 if isinstance(delivery, Exception):
-                    raise delivery if isinstance(delivery, Disconnected) else _worded(delivery)
-                if isinstance(delivery, StreamEvent):
-                    if delivery.error is not None:
-                        raise _worded(delivery.error)
-                    left -= delivery.output is not None
-                yield delivery
-        finally:
-            gone.cancel()
-            if left:
-                self.scheduler.cancel(job)
+                    if events:
+                        yield events
+                    raise _worded(delivery)
+                events.append(delivery)
+                left -= isinstance(delivery, StreamEvent) and delivery.output is not None
+            yield events
+    finally:
+        gone.cancel()
+        if left:
+            scheduler.cancel(job)
 
 
 async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
@@ -284,11 +281,13 @@ async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-def _worded(error: Exception) -> ApiError:
-    """Returns the error that the client sees."""
+def _worded(error: Exception) -> Exception:
+    """Returns the error that the client sees, if it is still there."""
+    if isinstance(error, Disconnected):
+        return error
     if isinstance(error, TimeoutError):
         return ApiError(504, f"{error}; ask for fewer tokens, or raise the server's --timeout", "timeout_error")
-    if isinstance(error, MemoryError):
+    if out_of_memory(error):
         return ApiError(503, "the server ran out of memory; send less or try later", "server_error", retry_after=10)
     if isinstance(error, ValueError):  # logit_bias bars every token, for example
         return ApiError(400, str(error))
