@@ -47,10 +47,10 @@ struct AttentionScratch {
 template <class T>
 constexpr bool PAIRS = std::is_same_v<T, Half> && HAS_PAIR_DOTS;
 
-// Words that a key has in the transposed block.
+// Words that a key has in the transposed block: channels, or pairs of bfloat16.
 template <class T>
 inline int key_words(int dim) {
-  return PAIRS<T> ? dim / 2 : dim;
+  return std::is_same_v<T, Half> ? dim / 2 : dim;
 }
 
 // Keys of SCORE_SLOTS slots with the channels slowest: [word][2 vectors of slots].
@@ -65,10 +65,7 @@ void transpose_keys(const Head& head, int slot, Ints* block) {
         // Slots beyond the last one are read as the last one; nobody uses their scores.
         const int s = std::min(slot + half * LANES + i, head.slots - 1);
         const T* key = (const T*)head.keys + (size_t)s * head.dim;
-        if constexpr (PAIRS<T>)
-          r[i] = load_words_part(key + 2 * w, count);
-        else
-          r[i] = (Ints)load_part(key + w, count);
+        r[i] = load_words_part(key + w * (sizeof(Ints) / LANES / sizeof(T)), count);
       }
       transpose(r);
       for (int i = 0; i < count; i++) block[(w + i) * 2 + half] = r[i];
@@ -88,6 +85,12 @@ void score_tile(const Query* queries, const Ints* block, int words, float scale,
         const Ints x = broadcast_word(((const int32_t*)queries[r].q)[w]);
         acc[r][0] = pair_dot(acc[r][0], a, x);
         acc[r][1] = pair_dot(acc[r][1], b, x);
+      } else if constexpr (std::is_same_v<T, Half>) {
+        const float* q = (const float*)queries[r].q + 2 * w;
+        acc[r][0] = fma(low_half(a), broadcast(q[0]), acc[r][0]);
+        acc[r][1] = fma(low_half(b), broadcast(q[0]), acc[r][1]);
+        acc[r][0] = fma(high_half(a), broadcast(q[1]), acc[r][0]);
+        acc[r][1] = fma(high_half(b), broadcast(q[1]), acc[r][1]);
       } else {
         const Floats x = broadcast(((const float*)queries[r].q)[w]);
         acc[r][0] = fma((Floats)a, x, acc[r][0]);
