@@ -31,7 +31,9 @@ _WINDOW = 64
 
 @dataclass(eq=False)
 class Account:
-    """What drafting has gained over plain decoding, for one number of rows; the unit is a plain step.
+    """What drafting has gained over plain decoding; the unit is a plain step.
+
+    Each number of rows has its own, and so have steps in which rows sample: fewer of their drafts are accepted.
 
     A drafted step gains the tokens of a row less its cost. Whoever judges by the mean of few steps gives up by chance
     what pays; here one unlucky step costs what it lost, and drafting ends when the credit is used up.
@@ -135,7 +137,7 @@ class Adaptive:
         self.inner, self.needs, self.prunes = inner, inner.needs, curve is not None
         # Speed depends on models and machine, so all generations share the measurements.
         self._costs, self._calibration = Costs(curve or ()), Calibration()
-        self._accounts: dict[int, Account] = {}
+        self._accounts: dict[tuple[int, bool], Account] = {}
         self._spent: deque[float] = deque(maxlen=15)
 
     def new_state(self, slots: int, capacity: int) -> AdaptiveState:
@@ -156,11 +158,13 @@ class Adaptive:
         # The time of an interrupted draft (other processes) is meaningless.
         spent = min(state.spent, 3 * median(self._spent))
         cost = (spent + self._costs.seconds(state.size)) / self._costs.seconds(state.batch)
-        self._account(state.batch).record(sum(committed.counts) / max(len(committed.counts), 1), cost)
+        self._account(state.batch, committed.rows.sample).record(
+            sum(committed.counts) / max(len(committed.counts), 1), cost
+        )
 
     def propose(self, rows: Rows, state: AdaptiveState) -> DraftTree:
         began, batch = time.perf_counter(), len(rows.slots)
-        account = self._account(batch)
+        account = self._account(batch, rows.sample)
         state.drafted, state.batch = account.decide(), batch
         tree = self._drafted(rows, state, account) if state.drafted else trees.root_only(rows.roots)
         state.began, state.size = time.perf_counter(), batch * tree.size
@@ -189,5 +193,5 @@ class Adaptive:
         state.began = None
         self.inner.reset(slot, length, state.inner)
 
-    def _account(self, batch: int) -> Account:
-        return self._accounts.setdefault(batch, Account(batch))
+    def _account(self, batch: int, sampled: bool) -> Account:
+        return self._accounts.setdefault((batch, sampled), Account(batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class Calibration:
 
 
 def _place(source: str, sampled: bool, depth: int, chance: float) -> tuple[str, bool, int, int]:
-    return source, sampled, min(depth, _DEEPEST), sum(chance >= edge for edge in _EDGES)
+    return source, sampled, min(depth, _DEEPEST), bisect_right(_EDGES, chance)
 
 
 def _nodes(tree: DraftTree, row: int, source: str) -> list[tuple[int, int, int, float, str]]:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 _KNOTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of tokens whose cost is learned; it is linear between them and beyond the last."""
 
@@ -46,7 +48,7 @@ class Costs:
         self._seen = [_TRUST if curve else 0] * len(_KNOTS)
         self._unit = curve[0]["seconds"] if curve else 1.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._known: dict[int, float] = {}  # points of the curve that were asked for
+        self._curve: list[float] = []  # by tokens up to the last knot; empty: not computed since it changed
 
     def seconds(self, tokens: int) -> float:
         """Returns the seconds of a step of `tokens`, rows times their padded trees, at the machine's present speed."""
@@ -67,13 +69,12 @@ class Costs:
         # Larger sizes that were never seen move along.
         for i in range(knot, len(_KNOTS) if knot == last else knot + 1):
             self._shape[i] *= factor
-        self._known.clear()
+        self._curve = []
 
     def _relative(self, tokens: int) -> float:
-        found = self._known.get(tokens)
-        if found is None:
-            found = self._known[tokens] = _interpolated(_KNOTS, self._shape, tokens)
-        return found
+        if not self._curve:
+            self._curve = np.interp(range(_KNOTS[-1] + 1), _KNOTS, self._shape).tolist()
+        return self._curve[tokens] if tokens < len(self._curve) else _interpolated(_KNOTS, self._shape, tokens)
 
 
 def _interpolated(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
