@@ -1,14 +1,11 @@
-"""Times what the engine adds to its forwards, and the cost of a long context, interleaved.
+"""Times what a generation does outside the networks' forwards, by phase.
 
-    python benchmarks/engine_overhead.py --dtype bfloat16
+    python benchmarks/engine_overhead.py --dtype bfloat16 int8
 
-Three questions, each a ratio of medians measured in turn:
-
-- the generation loop against a bare loop over `target.forward` (plain decoding, same prompt);
-- a plain token and a speculative cycle after a long context against those after a short one;
-- the share of a speculative cycle that is neither the target's nor the draft's forward.
-
-Writes benchmarks/results/engine-overhead-<dtype>.json and .md.
+A cycle lasts from one event to the next. Clocks around the kernels' functions measure the forwards of the target and of
+the draft network; all the rest of the cycle is outside: Python, PyTorch's small operations, the target's draw, and what
+prepares a call. The default draft, plain decoding and temperatures take turns on each prompt; medians over the prompts.
+Writes benchmarks/results/engine-overhead.json and .md. Needs the CPU kernels.
 """
 
 from __future__ import annotations
@@ -18,102 +15,152 @@ import json
 import os
 import statistics
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from forward_cost import bandwidth, bare_loop, prompt
 
 import aquiline
+from aquiline.bench.contexts import behind
 from aquiline.bench.environment import cpu_name
-from aquiline.drafters.trees import Chain
+from aquiline.bench.tasks import load_questions, spread
 from aquiline.loading import Loaded
+from aquiline.native import library
+from aquiline.native.library import TOKENS
 
 RESULTS = Path(__file__).parent / "results"
-FORWARDS = ("target", "draft", "extend")
+PHASES = ("draft", "target", "accept", "commit", "extend", "other")
+
+
+@dataclass(eq=False)
+class Clock:
+    """Seconds inside the kernels' functions, by network; the draw of tokens counts as outside."""
+
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    def timed(self, function: Callable[..., int], network: Callable[[Any], str]) -> Callable[..., int]:
+        def run(struct: Any, call: Any) -> int:
+            began = time.perf_counter()
+            result = function(struct, call)
+            self.seconds[network(struct)] += time.perf_counter() - began
+            return result
+
+        return run
+
+    def install(self) -> None:
+        """Puts the clock into the library that is loaded next."""
+        opened = library.open_library
+
+        def open_timed(path: Path) -> library.Library:
+            found = opened(path)
+            return replace(
+                found,
+                forward=self.timed(found.forward, lambda stack: "target" if stack.entry == TOKENS else "draft"),
+                read_out=self.timed(found.read_out, lambda readout: "draft"),
+                draft=self.timed(found.draft, lambda network: "draft"),
+                ingest=self.timed(found.ingest, lambda network: "draft"),
+            )
+
+        library.open_library = open_timed
 
 
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    fast = aquiline.load("smollm2", dtype=options.dtype, tree=Chain(options.depth), draft="smollm2-eagle3")
-    plain = fast.plain()
-    times: dict[str, list[float]] = {}
-    for round_number in range(-1, options.rounds):
-        for name, milliseconds in measure(plain, fast, options).items():
-            if round_number >= 0:
-                times.setdefault(name, []).append(milliseconds)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    short, long = (f"{c} tokens" for c in options.contexts)
-    report = {
-        "ratios": {
-            "generation loop over bare loop": medians["generation loop"] / medians["bare loop"],
-            f"plain token, {long} over {short}": medians[f"plain, {long}"] / medians[f"plain, {short}"],
-            f"speculative cycle, {long} over {short}": medians[f"cycle, {long}"] / medians[f"cycle, {short}"],
-            "share of a cycle outside the forwards": medians[f"outside, {short}"] / medians[f"cycle, {short}"],
-        },
-        "milliseconds": {name: {"median": medians[name], "all": values} for name, values in times.items()},
-        "environment": {
-            "cpu": cpu_name(),
-            "threads": options.threads,
-            "dtype": options.dtype,
-            "chain": options.depth,
-            "torch": torch.__version__,
-            "load_average": os.getloadavg()[0],
-            "read_gigabytes_per_second": round(bandwidth(), 1),
-            "date": time.strftime("%Y-%m-%d %H:%M"),
-        },
-    }
-    write(report, options)
+    clock = Clock()
+    clock.install()
+    report: dict[str, Any] = {"cycles": [], "environment": environment(options)}
+    for dtype in options.dtype:
+        auto = aquiline.load("smollm2", dtype=dtype)
+        methods = {"auto": auto, "plain": auto.plain()}
+        prompts = prompts_for(auto, options)
+        found: dict[tuple[str, float], list[dict[str, float]]] = {}
+        for number in range(-1, options.prompts):  # the first round warms up
+            for name, loaded in methods.items():
+                for temperature in options.temperatures:
+                    cycle = measure(loaded, clock, prompts[max(number, 0)], temperature, options.new_tokens)
+                    if number >= 0:
+                        found.setdefault((name, temperature), []).append(cycle)
+        report["cycles"] += [
+            {"dtype": dtype, "method": name, "temperature": temperature, **medians(cycles)}
+            for (name, temperature), cycles in found.items()
+        ]
+    write(report)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32", "int8", "int4"), default=["bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--contexts", type=int, nargs=2, default=[100, 1500], help="committed tokens, short and long")
-    parser.add_argument("--depth", type=int, default=4, help="drafted tokens of a cycle")
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--context", type=int, default=0, help="tokens of a prompt; 0: the questions alone")
+    parser.add_argument("--new-tokens", type=int, default=64)
     return parser.parse_args()
 
 
-def measure(plain: Loaded, fast: Loaded, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds per plain token or speculative cycle, prefill left out where the engine reports it."""
-    times: dict[str, float] = {}
-    start = prompt(options.contexts[0], plain.target.shape.vocab_size)
+def prompts_for(loaded: Loaded, options: argparse.Namespace) -> list[str]:
+    questions = load_questions()
+    return [behind(q, questions, options.context, loaded.tokenizer) for q in spread(questions, options.prompts)]
+
+
+def measure(loaded: Loaded, clock: Clock, prompt: str, temperature: float, new_tokens: int) -> dict[str, float]:
+    """Milliseconds of a cycle and of its parts, the prompt and the first token left out."""
+    settings = {"temperature": temperature, "seed": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    events = loaded.stream(prompt, **settings)
+    next(events)
+    clock.seconds.clear()
     began = time.perf_counter()
-    with torch.inference_mode():
-        bare_loop(plain.target, start, options.new_tokens)
-    times["bare loop"] = 1000 * (time.perf_counter() - began) / options.new_tokens
-    began = time.perf_counter()
-    run(plain, start[0].tolist(), options.new_tokens)
-    times["generation loop"] = 1000 * (time.perf_counter() - began) / options.new_tokens
-    for context in options.contexts:
-        tokens = prompt(context, plain.target.shape.vocab_size)[0].tolist()
-        name = f"{context} tokens"
-        stats = run(plain, tokens, options.new_tokens)
-        times[f"plain, {name}"] = 1000 * stats.decode_seconds / stats.steps
-        stats = run(fast, tokens, options.new_tokens)
-        times[f"cycle, {name}"] = 1000 * stats.decode_seconds / stats.steps
-        outside = sum(seconds for phase, seconds in stats.seconds.items() if phase not in (*FORWARDS, "prefill"))
-        times[f"outside, {name}"] = 1000 * outside / stats.steps
-    return times
+    *_, last = events
+    wall = time.perf_counter() - began
+    assert last.output is not None
+    stats = last.output.stats
+    each = 1000 / stats.steps
+    parts = {phase: each * (stats.seconds.get(phase, 0.0) - clock.seconds[phase]) for phase in PHASES}
+    outside = each * (wall - clock.seconds["target"] - clock.seconds["draft"])
+    return {
+        "cycle": each * wall,
+        "target forward": each * clock.seconds["target"],
+        "draft forward": each * clock.seconds["draft"],
+        "outside": outside,
+        **{f"outside: {phase}": milliseconds for phase, milliseconds in parts.items()},
+        "outside: between": outside - sum(parts.values()),
+        "share": outside / (each * wall),
+        "nodes": stats.nodes / stats.steps,
+        "tau": stats.mean_accept_length,
+    }
 
 
-def run(loaded: Loaded, tokens: list[int], new_tokens: int) -> Any:
-    output = loaded.generate(tokens, max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
-    return output.stats
+def medians(cycles: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(cycle[name] for cycle in cycles) for name in cycles[0]}
 
 
-def write(report: dict[str, Any], options: argparse.Namespace) -> None:
-    lines = ["| ratio of medians | |", "|---|---|"]
-    lines += [f"| {name} | {ratio:.3f} |" for name, ratio in report["ratios"].items()]
-    lines += ["", "| milliseconds | median |", "|---|---|"]
-    lines += [f"| {name} | {entry['median']:.2f} |" for name, entry in report["milliseconds"].items()]
+def environment(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "threads": options.threads,
+        "prompts": options.prompts,
+        "context": options.context,
+        "new_tokens": options.new_tokens,
+        "torch": torch.__version__,
+        "load_average": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def write(report: dict[str, Any]) -> None:
+    cycles = report["cycles"]
+    heads = [f"{c['dtype']}, {c['method']}, T = {c['temperature']:g}" for c in cycles]
+    lines = ["| median, ms | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for name in (name for name in cycles[0] if name not in ("dtype", "method", "temperature")):
+        form = "{:.1%}" if name == "share" else "{:.2f}"
+        lines.append(f"| {name} | " + " | ".join(form.format(cycle[name]) for cycle in cycles) + " |")
     lines += ["", str(report["environment"])]
     RESULTS.mkdir(parents=True, exist_ok=True)
-    stem = RESULTS / f"engine-overhead-{options.dtype}"
+    stem = RESULTS / "engine-overhead"
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -16,7 +16,7 @@ FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-saniti
 TESTED = (
     "tests/native/test_products.py",
     "tests/native/test_codes.py",
-    "tests/native/test_chain.py",
+    "tests/native/test_draft.py",
     "tests/native/test_stack.py",
     "tests/targets/test_native.py",
     "tests/drafters/test_native.py",

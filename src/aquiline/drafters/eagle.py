@@ -12,10 +12,9 @@ from statistics import median
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
-from torch.nn.utils.rnn import pad_sequence
 
 from aquiline import tree as trees
-from aquiline.cache import KVCache, commit
+from aquiline.cache import KVCache
 from aquiline.drafters.coupled import Coupling
 from aquiline.drafters.drafter import Committed, Needs, Rows
 from aquiline.drafters.eagle_network import (
@@ -26,14 +25,16 @@ from aquiline.drafters.eagle_network import (
     head_on,
     new_draft_cache,
 )
-from aquiline.drafters.eagle_state import EagleState, copy_slot, forget, keep
+from aquiline.drafters.eagle_state import EagleState, copy_slot, forget, keep, padded
 from aquiline.drafters.filling import Pool, fill_tree, parents_of, with_siblings
 from aquiline.drafters.levels import Level, first_level
-from aquiline.drafters.native import NativeNetwork, native_chain, native_network
+from aquiline.drafters.native import NativeNetwork, native_draft, native_network
 from aquiline.drafters.prices import Prices
 from aquiline.drafters.sampled import DrawnCandidates, check_ranks
 from aquiline.drafters.trees import Chain, DynamicTree, TreePolicy, paths_of
 from aquiline.native.codes import WeightFormat
+from aquiline.native.draft import Growth, NativeDraft
+from aquiline.native.library import MOST_KEPT
 from aquiline.targets.layers import Attention, GatedMLP
 from aquiline.targets.packed import packed as packed_copy
 from aquiline.targets.rope import RotaryTable
@@ -89,14 +90,14 @@ class EagleDrafter:
                 if isinstance(module, Attention | GatedMLP):
                     module.join()
         self._paces: dict[bool, deque[float]] = {sample: deque(maxlen=15) for sample in (False, True)}
-        self._chain = native_chain(self._network, target, head.embedding, head.draft_to_target)
+        self._draft = native_draft(self._network, target, head.embedding, head.draft_to_target)
 
     def become(self, other: EagleDrafter) -> None:
         """Drafts with the head of `other` from the next step on; states stay valid, cached keys are the old head's."""
         mine, theirs = self.head, other.head
         if mine.config != theirs.config or not _equal(mine.draft_to_target, theirs.draft_to_target):
             raise ValueError("the heads differ in their sizes or their vocabulary; load the model with the new one")
-        self.head, self._coupling, self._network, self._chain = theirs, other._coupling, other._network, other._chain
+        self.head, self._coupling, self._network, self._draft = theirs, other._coupling, other._network, other._draft
 
     def new_state(self, slots: int, capacity: int) -> EagleState:
         network, config = self.head.network, self.head.config
@@ -142,7 +143,7 @@ class EagleDrafter:
         if rows.prices is not None and isinstance(self.policy, Chain):
             return self._priced(rows, state, rows.prices)
         if isinstance(self.policy, DynamicTree) or (isinstance(self.policy, Chain) and not drawn):
-            return self._dynamic(rows, state, _fitted(self.policy, depth))
+            return self._grown(rows, state, _fitted(self.policy, depth))
         paths = paths_of(self.policy, depth)
         if not drawn:
             return self._static(rows, state, paths)
@@ -154,22 +155,36 @@ class EagleDrafter:
         waiting = [slot for slot in slots if state.pending[slot]]
         if not waiting:
             return
-        tokens, features, counts = _padded([state.pending[slot] for slot in waiting])
-        positions = state.cache.lengths[waiting][:, None] + torch.arange(tokens.shape[1])
+        tokens, features, counts = padded([state.pending[slot] for slot in waiting])
+        features = features.to(self._rotary.dtype)
+        if self._draft is None:
+            self._ingest(tokens, features, counts, waiting, state)
+        else:
+            assert isinstance(self._network, NativeNetwork)
+            ids = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
+            features = features.contiguous()
+            self._network.ingest(self._draft, ids, features, state.cache, waiting, state.hidden, state.logits)
+            for slot, row in zip(waiting, ids, strict=True):
+                state.roots[slot] = row[-1]
+        for slot, count in zip(waiting, counts, strict=True):
+            state.cache.lengths[slot] += count
+            state.pending[slot].clear()
+
+    def _ingest(
+        self, tokens: Tensor, features: Tensor, counts: Sequence[int], slots: Sequence[int], state: EagleState
+    ) -> None:
+        """Runs the network on (B, T) padded positions, and keeps what drafts begin with."""
+        positions = state.cache.lengths[slots][:, None] + torch.arange(tokens.shape[1])
         positions, last = trees.to_device(tokens.device, positions, torch.tensor(counts)[:, None] - 1)
-        network, at = self._network, trees.select(tokens.device, waiting)
-        fused = network.fuse(features.to(self._rotary.dtype))
-        stream = self._forward(tokens, fused, positions, None, state.cache, waiting)
+        network, at = self._network, trees.select(tokens.device, slots)
+        stream = self._forward(tokens, network.fuse(features), positions, None, state.cache, slots)
         at_last, roots = stream[:, -1], tokens[:, -1]
-        if len(waiting) > 1:
+        if len(slots) > 1:
             at_last = stream.gather(1, last[:, :, None].expand(-1, -1, stream.shape[2]))[:, 0]
             roots = tokens.gather(1, last)[:, 0]
         state.hidden[at] = network.feedback(at_last)
         state.logits[at] = self._logits(at_last).float()
         state.roots[at] = roots
-        for slot, count in zip(waiting, counts, strict=True):
-            commit(state.cache, torch.arange(count)[None], [slot])
-            state.pending[slot].clear()
 
     def _forward(
         self,
@@ -194,12 +209,26 @@ class EagleDrafter:
             return self.target.project(stream.to(self.target.dtype))
         return network.logits(stream)
 
+    def _grown(self, rows: Rows, state: EagleState, policy: DynamicTree) -> DraftTree:
+        """Drafts a dynamic tree in one call where the kernels can."""
+        k = policy.top_k
+        if self._draft is None or k > min(MOST_KEPT, state.logits.shape[1]):
+            return self._dynamic(rows, state, policy)
+        growth = Growth(policy.depth, k, k, policy.num_nodes - 1, policy.min_prob)
+        return self._in_one_call(self._draft, rows, state, growth)[0]
+
+    def _in_one_call(self, draft: NativeDraft, rows: Rows, state: EagleState, growth: Growth) -> tuple[DraftTree, int]:
+        """Returns the trees and how many levels were drafted."""
+        at, network = trees.select(self.target.device, rows.slots), self._network
+        assert isinstance(network, NativeNetwork)
+        races = self._coupling.races(rows) if rows.sample else ()
+        logits, feedback = state.logits[at], state.hidden[at]
+        return network.draft(draft, rows.roots, logits, feedback, state.cache, rows.slots, growth, races)
+
     def _dynamic(self, rows: Rows, state: EagleState, policy: DynamicTree) -> DraftTree:
         """EAGLE-2: expands the best `top_k` nodes of each level, then reranks the whole pool."""
         at, k, limit = trees.select(self.target.device, rows.slots), policy.top_k, policy.num_nodes - 1
         floor = math.log(policy.min_prob) if policy.min_prob > 0 else -math.inf
-        if k == 1 and self._chain is not None:
-            return self._chained(rows, state, policy)
         scores, tokens = self._candidates(self._coupling(state.logits[at], rows, 1), k)  # (B, k) each
         level = first_level(tokens, state.hidden[at][:, None])
         pool = Pool([tokens], [scores], [])
@@ -221,41 +250,37 @@ class EagleDrafter:
             level = level.below(child_tokens.gather(1, picked), feedback, picked // k)
         return pool.best(rows.roots, limit, floor)
 
-    def _chained(self, rows: Rows, state: EagleState, policy: DynamicTree) -> DraftTree:
-        """Drafts chains of the likeliest tokens: the levels of `_dynamic` in one call."""
-        tokens, scores = self._levels(rows, state, [policy.min_prob] * policy.depth, 1)
-        return with_siblings(rows.roots, tokens, scores, policy.min_prob)
-
     def _priced(self, rows: Rows, state: EagleState, prices: Prices) -> DraftTree:
         """Drafts a chain while its next level pays, with the next-best children of all its nodes."""
         paces = self._paces[rows.sample]
         depth = rows.depth(MOST_LEVELS)
         floors = prices.floors(len(rows.slots), depth, median(paces) if paces else 0.0)
         began = time.perf_counter()
-        tokens, scores = self._levels(rows, state, floors, SIBLINGS)
-        if tokens.shape[1] > 1:
-            paces.append((time.perf_counter() - began) / (tokens.shape[1] - 1))
-        return with_siblings(rows.roots, tokens, scores, LEAST)
+        if self._draft is not None and state.logits.shape[1] >= SIBLINGS:
+            growth = Growth(depth, SIBLINGS, least=LEAST, floors=floors)
+            tree, levels = self._in_one_call(self._draft, rows, state, growth)
+        else:
+            tokens, scores = self._levels(rows, state, floors)
+            tree, levels = with_siblings(rows.roots, tokens, scores, LEAST), tokens.shape[1]
+        if levels > 1:
+            paces.append((time.perf_counter() - began) / (levels - 1))
+        return tree
 
-    def _levels(self, rows: Rows, state: EagleState, floors: Sequence[float], kept: int) -> tuple[Tensor, Tensor]:
-        """Returns the `kept` best children of each node of a chain, (B, L, k) tokens and joint log-probabilities.
+    def _levels(self, rows: Rows, state: EagleState, floors: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Returns the `SIBLINGS` best children of each node of a chain, (B, L, k) tokens and joint log-probabilities.
 
         A level follows unless the probabilities of the rows' likeliest children sum to less than the level's floor.
         """
         at, network = trees.select(self.target.device, rows.slots), self._network
         logits, feedback = state.logits[at], state.hidden[at]
-        if self._chain is not None:
-            assert isinstance(network, NativeNetwork)
-            races = self._coupling.races(rows) if rows.sample else ()
-            return network.draft(self._chain, logits, feedback, state.cache, list(rows.slots), floors, kept, races)
-        scores, tokens = self._candidates(self._coupling(logits, rows, 1), kept)
+        scores, tokens = self._candidates(self._coupling(logits, rows, 1), SIBLINGS)
         levels = [(tokens, scores)]
         level = first_level(tokens[:, :1], feedback[:, None])
         for depth in range(1, len(floors)):
             if float(levels[-1][1][:, 0].exp().sum()) < floors[depth - 1]:
                 break
             stream = self._feed(level, depth, rows.slots, state)
-            scores, tokens = self._candidates(self._coupling(self._logits(stream), rows, depth + 1)[:, 0], kept)
+            scores, tokens = self._candidates(self._coupling(self._logits(stream), rows, depth + 1)[:, 0], SIBLINGS)
             levels.append((tokens, levels[-1][1][:, :1] + scores))
             level = level.after(tokens[:, :1], network.feedback(stream))
         return torch.stack([tokens for tokens, _ in levels], 1), torch.stack([scores for _, scores in levels], 1)
@@ -313,16 +338,6 @@ def _fitted(policy: Chain | DynamicTree, depth: int) -> DynamicTree:
         return DynamicTree(depth + 1, depth, 1, policy.min_prob)
     room = 1 + policy.top_k + (depth - 1) * policy.top_k**2
     return replace(policy, depth=depth, num_nodes=min(policy.num_nodes, room))
-
-
-def _padded(pending: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> tuple[Tensor, Tensor, list[int]]:
-    """Joins each slot's chunks: (B, T) tokens, (B, T, F) features, and B counts without padding."""
-    tokens = [torch.cat([t for t, _ in chunks]) if len(chunks) > 1 else chunks[0][0] for chunks in pending]
-    features = [torch.cat([f for _, f in chunks]) if len(chunks) > 1 else chunks[0][1] for chunks in pending]
-    counts = [len(each) for each in tokens]
-    if len(pending) == 1:
-        return tokens[0][None], features[0][None], counts
-    return pad_sequence(tokens, batch_first=True), pad_sequence(features, batch_first=True), counts
 
 
 def _equal(mine: Tensor | None, theirs: Tensor | None) -> bool:

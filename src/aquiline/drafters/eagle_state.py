@@ -7,10 +7,12 @@ back by as many positions, so that a position in the cache is where it lies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from aquiline.cache import KVCache, copy_prefix, truncate
 from aquiline.targets.rope import RopeConfig, inverse_frequencies, rotate
@@ -35,6 +37,16 @@ class EagleState:
     roots: Tensor
     pending: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
+
+
+def padded(pending: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> tuple[Tensor, Tensor, list[int]]:
+    """Joins each slot's chunks: (B, T) tokens, (B, T, F) features, and B counts without padding."""
+    tokens = [torch.cat([t for t, _ in chunks]) if len(chunks) > 1 else chunks[0][0] for chunks in pending]
+    features = [torch.cat([f for _, f in chunks]) if len(chunks) > 1 else chunks[0][1] for chunks in pending]
+    counts = [len(each) for each in tokens]
+    if len(pending) == 1:
+        return tokens[0][None], features[0][None], counts
+    return pad_sequence(tokens, batch_first=True), pad_sequence(features, batch_first=True), counts
 
 
 def copy_slot(state: EagleState, source: int, slot: int, length: int) -> None:

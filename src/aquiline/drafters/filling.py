@@ -59,11 +59,12 @@ class Pool:
         return all(score < floor or (full and kept[0][i] >= score) for i, score in enumerate(best))
 
     def best(self, roots: Sequence[int], limit: int, floor: float) -> DraftTree:
-        """Packs each row's `limit` best nodes of at least `floor` under its root.
+        """Packs each row's `limit` best nodes of at least `floor` under its root; barred ones score -inf.
 
         Equal scores prefer the earlier node. Children never score above their parents and come
         after them, so the nodes kept are connected.
         """
+        floor = max(floor, torch.finfo(torch.float32).min)
         tokens, scores = torch.cat(self.tokens, dim=1), torch.cat(self.scores, dim=1)
         parents = torch.cat((torch.full_like(self.tokens[0], -1), *self.parents), dim=1)
         kept = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from aquiline.cache import KVCache
 from aquiline.drafters.eagle_network import Eagle3Network, EagleNetwork, HeadConfig, Network
-from aquiline.native.chain import NativeChain
 from aquiline.native.codes import WeightFormat
+from aquiline.native.draft import Growth, NativeDraft
 from aquiline.native.library import FUSED, PAIRED, Layer, Library, Race, find_library
 from aquiline.native.packing import INPUT_PAD, Memory, padded
 from aquiline.native.stack import Inputs, NativeReadout, NativeStack, readout
@@ -28,6 +28,7 @@ from aquiline.targets.native import (
 )
 from aquiline.targets.rope import RotaryTable
 from aquiline.targets.target import Target
+from aquiline.tree import DraftTree
 
 
 class NativeNetwork:
@@ -125,8 +126,8 @@ class NativeNetwork:
         assert stream is not None
         return stream
 
-    def chain(self, embedding: Tensor, project: object, draft_to_target: Tensor | None) -> NativeChain | None:
-        """Builds the chain drafter, or returns None where the kernels do not compute the logits.
+    def drafting(self, embedding: Tensor, project: object, draft_to_target: Tensor | None) -> NativeDraft | None:
+        """Builds what drafts in one call, or returns None where the kernels do not compute the logits.
 
         Args:
             embedding: (V, H) table of the drafted tokens' embeddings.
@@ -138,22 +139,36 @@ class NativeNetwork:
         if not isinstance(logits, NativeReadout) or embedding.dtype != self.dtype or logits.dtype_in != self.dtype:
             return None
         feedback = self._feedback if own and self.config.norm_output else None
-        return NativeChain(self._stack, logits, feedback, embedding.contiguous(), draft_to_target)
+        return NativeDraft(self._stack, self._fuse, logits, feedback, embedding.contiguous(), draft_to_target)
+
+    def ingest(
+        self,
+        draft: NativeDraft,
+        tokens: Sequence[Sequence[int]],
+        features: Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        hidden: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """Makes room in the cache, and calls `NativeDraft.ingest`."""
+        span = reserve(cache, rows, features.shape[1])
+        draft.ingest(tokens, features, cache, rows, self._angles.upto(span), hidden, logits)
 
     def draft(
         self,
-        chain: NativeChain,
+        draft: NativeDraft,
+        roots: Sequence[int],
         logits: Tensor,
         hidden: Tensor,
         cache: KVCache,
         rows: Sequence[int],
-        floors: Sequence[float],
-        kept: int = 1,
+        growth: Growth,
         races: Sequence[Race] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Makes room in the cache, and calls `NativeChain.draft`."""
-        span = reserve(cache, rows, max(len(floors) - 1, 1))
-        return chain.draft(logits, hidden, cache, rows, self._angles.upto(span), floors, kept, races)
+    ) -> tuple[DraftTree, int]:
+        """Makes room in the cache, and calls `NativeDraft.draft`."""
+        span = reserve(cache, rows, max(growth.levels - 1, 1) * growth.width)
+        return draft.draft(roots, logits, hidden, cache, rows, self._angles.upto(span), growth, races)
 
     def feedback(self, stream: Tensor) -> Tensor:
         return self._feedback(stream) if self.config.norm_output else stream
@@ -188,10 +203,10 @@ def native_network(network: Network, form: WeightFormat | None = None) -> Native
         return NativeNetwork(network, library, form)
 
 
-def native_chain(
+def native_draft(
     network: object, target: Target, embedding: Tensor | None, draft_to_target: Tensor | None
-) -> NativeChain | None:
-    """Builds the chain drafter of a native network; None for another network, or where it lacks a native part.
+) -> NativeDraft | None:
+    """Builds what drafts in one call with a native network; None for another network, or where it lacks a native part.
 
     Args:
         target: its embeddings and LM head are used if the target is native.
@@ -203,4 +218,4 @@ def native_chain(
     project = None
     if isinstance(target, NativeDecoder):
         embedding, project = target.embedding if embedding is None else embedding, target.project
-    return None if embedding is None else network.chain(embedding, project, draft_to_target)
+    return None if embedding is None else network.drafting(embedding, project, draft_to_target)

@@ -82,9 +82,10 @@ struct ReadoutCall {
   int32_t threads, reserved;
 };
 
-// A draft network with what makes chains of it.
-struct Chain {
+// A draft network with what makes trees of it.
+struct DraftNetwork {
   const Stack* stack;
+  const Readout* fuse;       // of the target's features; null: they are the hidden states
   const Readout* logits;     // float32 results
   const Readout* feedback;   // null: the stream itself
   const void* embedding;     // embeddings × hidden, as the stack's values
@@ -101,24 +102,38 @@ struct Race {
   int32_t top_k;
 };
 
-constexpr int MOST_KEPT = 8;
+constexpr int MOST_KEPT = 16;
 
-struct ChainCall {
-  Call* call;     // of one causal node a row: the first draft; `embedded` and `hidden` are written
-  float* logits;  // (batch, outputs) at the roots; written
-  int64_t* tokens;      // (batch, levels, kept), likeliest first; the chain goes on below the first
-  float* scores;        // (batch, levels, kept) joint log-probabilities
-  const float* floors;  // (levels): stop after a level whose firsts' probabilities sum to less
-  const Race* races;    // (batch), at the first level; null: no row samples
-  int32_t levels;
-  int32_t kept;  // candidates of a level, 1 to MOST_KEPT
+// Trees that grow by levels: each node has `kept` children, and the best `width` of a level have
+// children of their own. The best `limit` nodes of at least `least` remain.
+struct DraftCall {
+  Call* call;             // of `width` nodes a row, all at the first level's position
+  const float* logits;    // (batch, outputs) at the roots
+  const void* feedback;   // (batch, hidden) there
+  const int64_t* roots;   // (batch) their tokens
+  const float* floors;    // (levels): stop after a level whose bests' probabilities sum to less
+  const Race* races;      // (batch), at the first level; null: no row samples
+  int64_t *tokens, *parents, *counts;  // (batch, 1 + limit) padded, root first, and (batch)
+  float* scores;                       // as `tokens`: joint log-probabilities
+  double least;                        // as these
+  int32_t levels, kept, limit;
   int32_t done;  // levels that were drafted
-  int32_t reserved;
+};
+
+// New positions of some rows: the target's features, and the token after each.
+struct IngestCall {
+  Call* call;              // of `width` causal nodes a row
+  const void* features;    // (batch, width, fuse's inputs)
+  const int64_t* tokens;   // (batch, width)
+  const int64_t* counts;   // (batch): positions that are not padding
+  void* feedback;          // (cache rows, hidden): written for each row's last position
+  float* logits;           // (cache rows, outputs): likewise
 };
 
 struct Facts {
   int32_t lanes, pair_dots, tiles, squeezes;
-  int32_t sizes[8];  // bytes of Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall, Race
+  // bytes of Stack, Layer, Call, Readout, ReadoutCall, DraftNetwork, DraftCall, IngestCall, Race
+  int32_t sizes[9];
 };
 
 }  // namespace aquiline

@@ -85,12 +85,12 @@ class ReadoutCall(ctypes.Structure):
     _fields_ = (*_all(c_void_p, "x out"), ("n", c_int64), *_all(c_int32, "threads reserved"))
 
 
-class Chain(ctypes.Structure):
+class DraftNetwork(ctypes.Structure):
     """A draft network and the tables that turn its logits into the next level's input."""
 
     _fields_ = (
         ("stack", POINTER(Stack)),
-        *_all(POINTER(Readout), "logits feedback"),
+        *_all(POINTER(Readout), "fuse logits feedback"),
         *_all(c_void_p, "embedding to_target"),
         ("embeddings", c_int64),
     )
@@ -108,18 +108,26 @@ class Race(ctypes.Structure):
     )
 
 
-class ChainCall(ctypes.Structure):
-    """One draft of chains."""
+class DraftCall(ctypes.Structure):
+    """One draft of trees."""
 
     _fields_ = (
         ("call", POINTER(Call)),
-        *_all(c_void_p, "logits tokens scores floors"),
+        *_all(c_void_p, "logits feedback roots floors"),
         ("races", POINTER(Race)),
-        *_all(c_int32, "levels kept done reserved"),
+        *_all(c_void_p, "tokens parents counts scores"),
+        ("least", c_double),
+        *_all(c_int32, "levels kept limit done"),
     )
 
 
-_STRUCTS = (Stack, Layer, Call, Readout, ReadoutCall, Chain, ChainCall, Race)
+class IngestCall(ctypes.Structure):
+    """New positions of some rows."""
+
+    _fields_ = (("call", POINTER(Call)), *_all(c_void_p, "features tokens counts feedback logits"))
+
+
+_STRUCTS = (Stack, Layer, Call, Readout, ReadoutCall, DraftNetwork, DraftCall, IngestCall, Race)
 
 
 class Facts(ctypes.Structure):
@@ -131,7 +139,8 @@ class Facts(ctypes.Structure):
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "forward": (c_int32, POINTER(Stack), POINTER(Call)),
     "read_out": (c_int32, POINTER(Readout), POINTER(ReadoutCall)),
-    "draft": (c_int32, POINTER(Chain), POINTER(ChainCall)),
+    "draft": (c_int32, POINTER(DraftNetwork), POINTER(DraftCall)),
+    "ingest": (c_int32, POINTER(DraftNetwork), POINTER(IngestCall)),
     "draw": (c_int64, POINTER(Race), c_void_p, c_int32),
     "delays": (None, POINTER(Race), c_void_p, c_int32, c_void_p),
     "advise": (None, c_void_p, c_uint64),
@@ -140,8 +149,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 """The C functions without their prefix: results and arguments."""
 
-MOST_KEPT = 8
-"""Most candidates of a level in a `ChainCall`."""
+MOST_KEPT = 16
+"""Most children of a node in a `DraftCall`, and most nodes of a level that have some."""
 
 TOKENS, FUSED, PAIRED = 0, 1, 2
 """Values of `Stack.entry`: how the residual stream begins."""
@@ -163,6 +172,7 @@ class Library:
     forward: Callable[..., int]
     read_out: Callable[..., int]
     draft: Callable[..., int]
+    ingest: Callable[..., int]
     draw: Callable[..., int]
     delays: Callable[..., None]
     advise: Callable[..., None]

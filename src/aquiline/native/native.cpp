@@ -1,7 +1,7 @@
 // The functions that Python calls. Each returns 0, or 1 and a message.
 #include <omp.h>
 
-#include "chain.h"
+#include "draft.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -71,25 +71,46 @@ EXPORT int aquiline_read_out(const Readout* readout, const ReadoutCall* call) {
   }
 }
 
-EXPORT int aquiline_draft(const Chain* chain, ChainCall* call) {
+EXPORT int aquiline_draft(const DraftNetwork* network, DraftCall* call) {
   try {
     static thread_local Nodes nodes;
     Call& inner = *call->call;
-    if (!read_nodes(*chain->stack, inner, nodes)) return 1;
+    if (!read_nodes(*network->stack, inner, nodes)) return 1;
     for (const Node& node : nodes.nodes) {
       const int more = call->levels - 2;  // forwards after the first
-      if (node.slot + more >= inner.capacity)
-        return !fail(inner, "slot", node.slot + more, inner.capacity);
+      if (node.slot + more * inner.width >= inner.capacity)
+        return !fail(inner, "slot", node.slot + more * inner.width, inner.capacity);
       if (node.position + more >= inner.angles)
         return !fail(inner, "position", node.position + more, inner.angles);
     }
     inner.message[0] = 0;
-    ChainPass pass(*chain, *call, nodes);
+    DraftPass pass(*network, *call, nodes);
     in_parallel(pass, inner.threads);
     return inner.message[0] != 0;
   } catch (const std::bad_alloc&) {
     snprintf(call->call->message, sizeof call->call->message, "no memory for a draft of %d levels",
              call->levels);
+    return 1;
+  }
+}
+
+EXPORT int aquiline_ingest(const DraftNetwork* network, const IngestCall* call) {
+  Call& inner = *call->call;
+  try {
+    static thread_local Nodes nodes;
+    if (!read_nodes(*network->stack, inner, nodes)) return 1;
+    for (int i = 0; i < inner.batch * inner.width; i++)
+      if (call->tokens[i] < 0 || call->tokens[i] >= network->embeddings)
+        return !fail(inner, "token", call->tokens[i], network->embeddings);
+    for (int b = 0; b < inner.batch; b++)
+      if (call->counts[b] < 1 || call->counts[b] > inner.width)
+        return !fail(inner, "count", call->counts[b], inner.width + 1);
+    IngestPass pass(*network, *call, nodes);
+    in_parallel(pass, inner.threads);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    snprintf(inner.message, sizeof inner.message, "no memory for %d positions",
+             inner.batch * inner.width);
     return 1;
   }
 }
@@ -129,7 +150,7 @@ EXPORT void aquiline_facts(Facts* facts) {
             tiles_allowed(),
             CAN_SQUEEZE,
             {sizeof(Stack), sizeof(Layer), sizeof(Call), sizeof(Readout), sizeof(ReadoutCall),
-             sizeof(Chain), sizeof(ChainCall), sizeof(Race)}};
+             sizeof(DraftNetwork), sizeof(DraftCall), sizeof(IngestCall), sizeof(Race)}};
 }
 
 // Asks for huge pages: weights are read from end to end, and small pages cost a tenth of the time.

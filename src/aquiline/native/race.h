@@ -85,17 +85,21 @@ INLINE Words target_ids(const int64_t* to_target, int first, int size) {
   return ids;
 }
 
-// x[0 … count) less their tokens' delays at this level; -∞ below `floor`.
-inline void race(const Race& race, int level, const float* x, float floor, const int64_t* to_target,
-                 int first, int count, float* out) {
+// The delays at this level of `count` draft ids from `first` on; writes whole vectors.
+inline void delays(const Race& race, int level, const int64_t* to_target, int first, int count,
+                   float* out) {
   const Noise noise(race.seed, race.position + level);
-  alignas(64) float late[LANES];
+  for (int i = 0; i < count; i += LANES)
+    delays(noise, target_ids(to_target, first + i, first + count), race.factor, out + i);
+}
+
+// x[0 … count) less their delays; -∞ below `floor`.
+inline void race(const float* x, const float* late, float floor, int count, float* out) {
   for (int i = 0; i < count; i += LANES) {
-    delays(noise, target_ids(to_target, first + i, first + count), race.factor, late);
     const int part = lanes_at(i, count);
     const Floats logits = load_part(x + i, part);
     const Ints kept = (Ints)(logits >= broadcast(floor));
-    const Ints raced = (Ints)(logits - load(late)), barred = (Ints)broadcast(-INFINITY);
+    const Ints raced = (Ints)(logits - load(late + i)), barred = (Ints)broadcast(-INFINITY);
     store_part(out + i, (Floats)((raced & kept) | (barred & ~kept)), part);
   }
 }

@@ -1,4 +1,4 @@
-"""Chains in one call are the chains of calls level by level."""
+"""Trees in one call are the trees of calls level by level."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.prices import Costs, Prices
-from aquiline.drafters.trees import Chain
+from aquiline.drafters.trees import Chain, DynamicTree
+from aquiline.native.draft import Growth
 from aquiline.native.library import Race
 from aquiline.sampling import SamplingParams, TokenChooser
 from aquiline.targets.native import NativeDecoder, native
+from aquiline.tree import is_chain
 from tests.drafters.loop import extend, rows_of
 from tests.tiny import decoder, head
 
@@ -39,28 +41,36 @@ SETTINGS = {
 """By row. The tiny models' logits are in the hundreds, and so are temperatures that matter."""
 
 
-def made(kind: str, dtype: torch.dtype, policy: Chain, changes: dict[str, Any]) -> tuple[EagleDrafter, NativeDecoder]:
+def made(
+    kind: str, dtype: torch.dtype, policy: Chain | DynamicTree, changes: dict[str, Any]
+) -> tuple[EagleDrafter, NativeDecoder]:
     target = native(decoder("llama", dtype))
     assert target is not None
     drafter = EagleDrafter(head(kind, dtype=dtype, **changes), target, policy, packed=True)
-    assert drafter._chain is not None
+    assert drafter._draft is not None
     return drafter, target
+
+
+POLICIES: list[Chain | DynamicTree | None] = [
+    Chain(1), Chain(6), Chain(6, 1e-4), DynamicTree(8, 3, 2), DynamicTree(12, 4, 4), DynamicTree(40, 5, 8, 1e-6),
+    DynamicTree(60, 2, 16), None,
+]  # fmt: skip
+"""None: under prices."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS)
-@pytest.mark.parametrize("policy", [Chain(1), Chain(6), Chain(6, 1e-4)])
-@pytest.mark.parametrize("priced", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_chain_in_one_call_equals_its_levels(
+def test_a_tree_in_one_call_equals_its_levels(
     kind: str,
     changes: dict[str, Any],
     dtype: torch.dtype,
-    policy: Chain,
-    priced: bool,
+    policy: Chain | DynamicTree | None,
     settings: Sequence[SamplingParams],
 ) -> None:
     """With prices, which let a level follow while the rows' probabilities sum to enough, a chain has siblings."""
+    priced, policy = policy is None, policy or Chain()
     drafter, target = made(kind, dtype, policy, changes)
     generator = torch.Generator().manual_seed(3)
     size = len(drafter.needs.features) * target.shape.hidden_size
@@ -74,9 +84,9 @@ def test_a_chain_in_one_call_equals_its_levels(
             sample: deque(maxlen=0) for sample in (False, True)
         }  # what a level takes must not differ between the two
     trees = []
-    for chain in (drafter._chain, None):
+    for fast in (drafter._draft, None):
         for threads in (1, 2):
-            drafter._chain = chain
+            drafter._draft = fast
             before = torch.get_num_threads()
             try:
                 torch.set_num_threads(threads)
@@ -90,6 +100,8 @@ def test_a_chain_in_one_call_equals_its_levels(
                 torch.set_num_threads(before)
     first = trees[0]
     assert first.size > (policy.depth if priced else 1)
+    if isinstance(policy, DynamicTree):
+        assert not is_chain(first)
     for other in trees[1:]:
         assert torch.equal(other.tokens, first.tokens) and torch.equal(other.num_nodes, first.num_nodes)
         assert torch.equal(other.parents, first.parents)
@@ -100,23 +112,32 @@ def test_a_chain_in_one_call_equals_its_levels(
 
 def test_what_does_not_fit_is_an_error() -> None:
     drafter, _ = made("eagle3", torch.float32, Chain(3), {})
-    chain, network = drafter._chain, drafter._network
-    assert chain is not None
+    draft, network = drafter._draft, drafter._network
+    assert draft is not None
     state = drafter.new_state(1, 8)
-    call = (state.logits, state.hidden, state.cache, [0])
-    with pytest.raises(ValueError, match="allowed: at least one"):
-        network.draft(chain, *call, [])  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="kept is 9; allowed: 1 to 8"):
-        chain.draft(*call, network._angles.upto(9), [0.0], 9)  # type: ignore[union-attr]
+    call = ([1], state.logits, state.hidden, state.cache, [0])
+    angles = network._angles.upto(9)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="0 levels with 0 floors; allowed: at least one"):
+        Growth(0)
+    with pytest.raises(ValueError, match="3 levels with 1 floors; allowed"):
+        Growth(3, floors=[0.5])
+    with pytest.raises(ValueError, match=r"kept 17.*≤ kept ≤ 16"):
+        Growth(2, 17)
+    with pytest.raises(ValueError, match=r"width is 3, kept 2"):
+        Growth(2, 2, 3)
     with pytest.raises(ValueError, match="2 races for 1 rows"):
-        chain.draft(*call, network._angles.upto(9), [0.0], 1, [Race(), Race()])  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="for 2 rows"):
-        chain.draft(*call[:3], [0, 1], network._angles.upto(9), [0.0] * 3)  # type: ignore[union-attr]
+        draft.draft(*call, angles, Growth(1), [Race(), Race()])
+    with pytest.raises(ValueError, match=r"logits are \(1, .*allowed: contiguous \(2"):
+        draft.draft(*call[:4], [0, 1], angles, Growth(3))
+    with pytest.raises(ValueError, match=r"hidden are .*torch.float64"):
+        draft.draft(*call[:2], state.hidden.double(), *call[3:], angles, Growth(3))
     with pytest.raises(ValueError, match=r"slot|position"):
-        chain.draft(*call, network._angles.upto(100), [0.0] * 3000)  # type: ignore[union-attr]
-    wrong = replace(chain, draft_to_target=None if chain.draft_to_target is None else chain.draft_to_target + 10**6)
+        draft.draft(*call, network._angles.upto(100), Growth(3000))  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="slot"):
+        draft.draft(*call, network._angles.upto(100), Growth(20, 8, 8))  # type: ignore[union-attr]
+    wrong = replace(draft, draft_to_target=None if draft.draft_to_target is None else draft.draft_to_target + 10**6)
     if wrong.draft_to_target is not None:
         with pytest.raises(ValueError, match="token 1000"):
-            wrong.draft(*call, network._angles.upto(100), [0.0] * 2)  # type: ignore[union-attr]
+            wrong.draft(*call, network._angles.upto(100), Growth(2))  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="embedding"):
-        replace(chain, embedding=chain.embedding.double())
+        replace(draft, embedding=draft.embedding.double())
