@@ -68,7 +68,7 @@ class KnowingDrafter:
         rows, features = committed.rows, committed.features
         for i, (slot, count, text) in enumerate(zip(rows.slots, committed.counts, rows.texts, strict=True)):
             first = len(state[slot])
-            state[slot] += committed.tokens[i, :count].tolist()
+            state[slot] += text[len(text) - count :]
             assert state[slot] == list(text[1:]), f"slot {slot} holds {state[slot]}, the text is {text}"
             assert (features is None) == (not self.needs.features)
             if features is not None and self.check is not None:

@@ -125,8 +125,7 @@ def prefill(
             text = occupant.tokens[: stop + 1]
             if drafter and len(text) > stop:
                 rows = Rows([slot], [text], [occupant.chooser], generator=state.generator)
-                shifted = torch.tensor([text[start + 1 :]], dtype=torch.int64, device=device)
-                drafter.extend(Committed(rows, shifted, out.features, [stop - start]), state.drafter_state)
+                drafter.extend(Committed(rows, out.features, [stop - start]), state.drafter_state)
         start = stop
         if not last:
             yield None
@@ -164,7 +163,7 @@ def step(
     with state.stats.timed("target"):
         out = _forward_tree(target, tree, state.cache, slots, drafter.needs.features if drafter else ())
     with state.stats.timed("accept"):
-        accepted = _accept(tree, out.logits, rows, [occupant.ends for occupant in occupants], lossy)
+        accepted = _accept(tree, out, rows, [occupant.ends for occupant in occupants], lossy)
         emitted = _emitted(tree, accepted)
     _commit(target, drafter, state, rows, tree, out, accepted, emitted)
     names = trees.node_sources(tree, drafter.needs.source if drafter else "target")
@@ -206,25 +205,26 @@ def _propose(drafter: Drafter | None, rows: Rows, drafter_state: Any) -> DraftTr
 def _forward_tree(
     target: Target, tree: DraftTree, cache: KVCache, slots: Sequence[int], features: Sequence[Feature]
 ) -> TargetOutput:
-    lengths = cache.lengths[list(slots)][:, None]
+    lengths = cache.lengths.tolist()
     # Drafts deeper than a row's own context, which other rows asked for, are never accepted.
     last = target.shape.max_positions - 1
-    chain = trees.is_chain(tree)
-    depths = torch.arange(tree.size) if chain else trees.depths(tree.parents)
-    masks = [] if chain else [trees.ancestors(tree.parents)]
-    positions = (lengths + depths).clamp(max=last)
-    tokens, positions, *masks = trees.to_device(target.device, tree.tokens, positions, *masks)
+    at = [
+        [min(lengths[slot] + depth, last) for depth in trees.row_depths(row)]
+        for slot, row in zip(slots, tree.parents.tolist(), strict=True)
+    ]
+    masks = [] if trees.is_chain(tree) else [trees.ancestors(tree.parents)]
+    tokens, positions, *masks = trees.to_device(target.device, tree.tokens, torch.tensor(at), *masks)
     return target.forward(TargetInput(tokens, positions, masks[0] if masks else None, cache, slots, features))
 
 
 def _accept(
-    tree: DraftTree, logits: Tensor, rows: Rows, ends: Sequence[Ends], lossy: LossyRule | None
+    tree: DraftTree, out: TargetOutput, rows: Rows, ends: Sequence[Ends], lossy: LossyRule | None
 ) -> list[Acceptance]:
     if lossy is not None:
-        return accept_lossy(tree, logits, rows.choosers, rows.texts, lossy, ends)
+        return accept_lossy(tree, out.logits, rows.choosers, rows.texts, lossy, ends)
     if tree.draft_probs is not None:
-        return accept_sampled(tree, logits, rows.choosers, rows.texts, rows.generator, ends)
-    return accept(tree, logits, rows.choosers, rows.texts, ends)
+        return accept_sampled(tree, out.logits, rows.choosers, rows.texts, rows.generator, ends)
+    return accept(tree, out.logits, rows.choosers, rows.texts, ends, out.best)
 
 
 def _emitted(tree: DraftTree, accepted: Sequence[Acceptance]) -> list[list[int]]:
@@ -243,24 +243,22 @@ def _commit(
     emitted: Sequence[Sequence[int]],
 ) -> None:
     """Advances the cache, the texts and the drafter by what was accepted."""
-    nodes = following = None
+    paths, device = [row.path for row in accepted], target.device
+    nodes = None
     with state.stats.timed("commit"):
-        width = max(1, *(len(row.path) for row in accepted))
-        path = torch.tensor([[*row.path, *[-1] * (width - len(row.path))] for row in accepted], dtype=torch.int64)
-        if drafter is not None:
-            tokens = torch.tensor([[*new, *[0] * (width - len(new))] for new in emitted], dtype=torch.int64)
-            nodes, following = trees.to_device(target.device, path, tokens)
-        commit(state.cache, path, rows.slots, nodes)
+        if drafter is not None and device.type != "cpu":
+            width = max(1, *map(len, paths))
+            padded = torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths], dtype=torch.int64)
+            nodes = trees.to_device(device, padded)[0]
+        commit(state.cache, paths, rows.slots, nodes)
         for slot, new in zip(rows.slots, emitted, strict=True):
             _occupant(state, slot).tokens.extend(new)
     going = [i for i, row in enumerate(accepted) if row.error is None]
-    if drafter is None or nodes is None or following is None or not going:
+    if drafter is None or not going:
         return
     with state.stats.timed("extend"):
-        features = out.features
-        if features is not None:  # (B, N, F) → (B, A, F)
-            features = features.gather(1, nodes.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1]))
-        committed = Committed(rows, following, features, [len(new) for new in emitted], tree, out.logits)
+        features = None if out.features is None else trees.along(out.features, paths, nodes)
+        committed = Committed(rows, features, [len(new) for new in emitted], tree, out.logits)
         drafter.extend(committed if len(going) == len(emitted) else committed.pick(going), state.drafter_state)
 
 

@@ -172,13 +172,32 @@ def depths(parents: Tensor) -> Tensor:
     Args:
         parents: (B, N) int64 on the CPU with ``parents[:, i] < i``, -1 for the root and padding.
     """
-    result = []
-    for row in parents.tolist():
-        levels: list[int] = []
-        for parent in row:
-            levels.append(levels[parent] + 1 if parent >= 0 else 0)
-        result.append(levels)
-    return torch.tensor(result, dtype=torch.int64)
+    return torch.tensor([row_depths(row) for row in parents.tolist()], dtype=torch.int64)
+
+
+def row_depths(parents: Sequence[int]) -> list[int]:
+    """Returns the depths of one row."""
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(levels[parent] + 1 if parent >= 0 else 0)
+    return levels
+
+
+def along(values: Tensor, paths: Sequence[Sequence[int]], padded: Tensor | None) -> Tensor:
+    """Takes the nodes on each row's path, padded: (B, N, F) → (B, A, F).
+
+    Args:
+        paths: per row, node indices in increasing order, root first.
+        padded: (B, A) `paths` padded with -1, on the device of `values`, where they are there already.
+    """
+    width = max(1, *map(len, paths))
+    if all(not path or path[-1] == len(path) - 1 for path in paths):
+        return values[:, :width]
+    if len(paths) == 1:
+        return values.index_select(1, torch.tensor(paths[0], device=values.device) if padded is None else padded[0])
+    if padded is None:
+        padded = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths], device=values.device)
+    return values.gather(1, padded.clamp(min=0)[:, :, None].expand(-1, -1, values.shape[2]))
 
 
 def ancestors(parents: Tensor) -> Tensor:

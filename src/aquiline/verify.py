@@ -81,6 +81,7 @@ def accept(
     choosers: Sequence[TokenChooser],
     prefixes: Sequence[Sequence[int]],
     ends: Sequence[Ends] | None = None,
+    best: Tensor | None = None,
 ) -> list[Acceptance]:
     """Walks each tree with the target's own tokens; exact for every tree that was not sampled.
 
@@ -91,7 +92,7 @@ def accept(
 
     Args:
         tree: B trees built without randomness.
-        logits: (B, N, V) target logits at every node.
+        logits, best: (B, N, V) target logits at every node, and (B, N) their arg-max, -1 for NaN, where it is known.
         choosers: B choosers.
         prefixes: B token sequences up to and including the root.
         ends: B judges of the emitted tokens; None: no output ends.
@@ -99,14 +100,14 @@ def accept(
     Source: EAGLE-2's verification in the reference code; differs: one draw per node, not one per child.
     """
     below = _below(tree)
-    # One arg-max for the batch; rows with processors or a temperature choose node by node.
-    greedy = _best(logits) if any(c.params.plain_greedy for c in choosers) else None
+    # Rows with processors or a temperature choose with their own chooser.
+    found = best.tolist() if best is not None else _best(logits) if any(c.params.plain_greedy for c in choosers) else []
 
     def mover(row: int, chooser: TokenChooser) -> Move:
-        best = greedy[row] if greedy is not None and chooser.params.plain_greedy else None
+        own = found[row] if chooser.params.plain_greedy else None
 
         def move(node: int, taken: Sequence[int]) -> tuple[int | None, int]:
-            token = chooser(logits[row, node], [*prefixes[row], *taken]) if best is None else best[node]
+            token = chooser(logits[row, node], [*prefixes[row], *taken]) if own is None else own[node]
             if token < 0:
                 raise ValueError(NOT_A_NUMBER)
             return next((child for child, drafted in below[row][node] if drafted == token), None), token

@@ -110,8 +110,7 @@ def rows_of(*texts: Sequence[int], slots: Sequence[int] | None = None, max_depth
 def extend(drafter: Drafter, state: Any, slot: int, text: Sequence[int], features: Tensor | None = None) -> None:
     """Commits the last tokens of a text: as many as there are features, or all but the first."""
     count = len(text) - 1 if features is None else features.shape[1]
-    tokens = torch.tensor([text[len(text) - count :]])
-    drafter.extend(Committed(rows_of(text, slots=[slot]), tokens, features, [count]), state)
+    drafter.extend(Committed(rows_of(text, slots=[slot]), features, [count]), state)
 
 
 def tiny_target(vocab: int, *, seed: int = 0, scale: float = 0.3, layers: int = 7):

@@ -6,7 +6,6 @@ from math import exp
 from random import Random
 
 import pytest
-import torch
 
 from aquiline.drafters import adaptive
 from aquiline.drafters.adaptive import Adaptive
@@ -84,7 +83,7 @@ def decoded(
         drift = 0.98 * drift + 0.2 * noise * random.gauss(0, 1)
         took = (cost if drafted else 1.0) * exp(drift + noise * random.gauss(0, 1) / 2)
         clock.now += took
-        drafter.extend(Committed(rows, torch.empty(batch, 0), None, emitted), state)
+        drafter.extend(Committed(rows, None, emitted), state)
         tokens, seconds, kinds = tokens + sum(emitted) / batch, seconds + took, kinds + "-d"[drafted]
     return tokens / seconds, kinds
 

@@ -58,7 +58,7 @@ def observed(drafter, state, text, made, emitted):
     first = int(tree.num_candidates) + (drafter.ngram - 2) * drafter.window
     logits[0, torch.arange(first, first + drafter.window), torch.tensor(made)] = 1
     rows = rows_of([*text, *emitted])
-    drafter.extend(Committed(rows, torch.tensor([emitted]), None, [len(emitted)], tree, logits), state)
+    drafter.extend(Committed(rows, None, [len(emitted)], tree, logits), state)
     return tree
 
 

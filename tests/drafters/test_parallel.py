@@ -86,7 +86,7 @@ def test_a_medusa_tree_is_the_product_of_the_heads_candidates(target):
     drafter = ParallelDrafter(made, target, TREE)
     state = drafter.new_state(2, 8)
     features = torch.randn(1, 3, 48, dtype=torch.float64)
-    drafter.extend(Committed(rows_of([1, 2, 7], slots=[1]), torch.tensor([[2, 7, 0]]), features, [2]), state)
+    drafter.extend(Committed(rows_of([1, 2, 7], slots=[1]), features, [2]), state)
     assert torch.equal(state.feature[1], features[0, 1])
     tree = drafter.propose(rows_of([7], slots=[1]), state)
     best = [

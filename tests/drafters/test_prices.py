@@ -159,7 +159,7 @@ def speed_of_prices(world: World, monkeypatch: pytest.MonkeyPatch, steps: int, m
         count = accepted(to_lists(tree)[0], answer)
         text += [10 * (depth + 1) + answer[depth] for depth in range(count)] + [99]
         world.verify(tree.size)
-        drafter.extend(Committed(rows, torch.empty(1, 0), None, [count + 1], tree), state)
+        drafter.extend(Committed(rows, None, [count + 1], tree), state)
         tokens += count + 1
     return tokens / (seconds + world.now)
 
@@ -231,7 +231,7 @@ def test_calibration_multiplies_by_what_was_accepted() -> None:
     for i in range(200):
         text = [1, 11, 5] if i % 2 else [1, 5]
         rows = Rows([0], [text], [chooser])
-        calibration.record(Committed(rows, torch.empty(1, 0), None, [len(text) - 1], tree), "head")
+        calibration.record(Committed(rows, None, [len(text) - 1], tree), "head")
     rows = Rows([0], [[1]], [chooser])
     assert calibration.chances(tree, rows, "head")[0] == pytest.approx([0.5], abs=0.05)
     assert calibration.chances(tree, rows, "lookup")[0] == pytest.approx([0.8])

@@ -148,7 +148,7 @@ def outcomes(target, drafter, prompt, params, count, length, rows=50, seed=0):
         if hasattr(state.drafter_state, "pending"):  # the token after the prompt's end was drawn; put ours
             for row in range(rows):
                 ((tokens, features),) = state.drafter_state.pending[row]
-                state.drafter_state.pending[row] = [(torch.cat((tokens[:-1], torch.tensor(prompt[-1:]))), features)]
+                state.drafter_state.pending[row] = [([*tokens[:-1], prompt[-1]], features)]
         active = list(range(rows))
         while active:
             decode.step(target, drafter, state, active)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from aquiline.drafters.drafter import Committed, Rows
 from aquiline.drafters.lookup import PromptLookup
@@ -133,15 +132,15 @@ def test_earlier_outputs_are_shared_but_not_prompts() -> None:
     drafter = PromptLookup(shared=shared)
     state = drafter.new_state(2, 8)
     first = [1, 2, 3, 50, 51, 52, 53, 54]
-    drafter.extend(Committed(lookup_rows(first, 0, 3), torch.empty(1, 0), None, [8]), state)
+    drafter.extend(Committed(lookup_rows(first, 0, 3), None, [8]), state)
     assert len(shared.tokens) == 0, "a short output is shared when its slot is reused"
     drafter.reset(0, 0, state)
     second = [8, 50, 51]
-    drafter.extend(Committed(lookup_rows(second, 1, 2), torch.empty(1, 0), None, [3]), state)
+    drafter.extend(Committed(lookup_rows(second, 1, 2), None, [3]), state)
     tree = drafter.propose(lookup_rows(second, 1, 2), state)
     assert to_lists(tree)[0][0] == [51, 52, 53, 54] and node_sources(tree, "?")[0][1] == "shared"
     long = [7, 7, *range(100, 180)]
-    drafter.extend(Committed(lookup_rows(long, 0, 2), torch.empty(1, 0), None, [82]), state)
+    drafter.extend(Committed(lookup_rows(long, 0, 2), None, [82]), state)
     assert list(shared.find([150, 151], 2, 0.0).tokens) == [152, 153], "a long one before that"
     drafter.reset(0, 0, state)
     assert shared.tokens.count(150) == 1
@@ -154,7 +153,7 @@ def test_the_texts_continuation_follows_the_heads_drafts() -> None:
     drafter = LookupFirst(PromptLookup(depth=3), other)
     state = drafter.new_state(1, 8)
     text = [2, 3, 4, 5, 6, 7, 9]
-    drafter.lookup.extend(Committed(rows_of(text), torch.empty(1, 0), None, [7]), state[0])
+    drafter.lookup.extend(Committed(rows_of(text), None, [7]), state[0])
     tree = drafter.propose(rows_of(text), state)
     assert to_lists(tree) == [([9, 1, 2, 3, 4, 5, 6], [-1, 0, 0, 2, 3, 4, 5])]
     assert node_sources(tree, "?") == [["head"] * 4 + ["lookup"] * 3]

@@ -7,7 +7,6 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given, settings
 
 from aquiline.drafters.drafter import Committed, Drafting, Rows
@@ -73,8 +72,7 @@ def test_mixed_drafters_name_the_source_of_each_node() -> None:
     mine, other = ([2, 5, 6], [-1, 0, 1]), ([4, 5, 6], [-1, 0, 0])
     for drafter in (LookupFirst(found, Fixed(other)), Merged(Fixed(mine, other), found)):
         state = drafter.new_state(2, 64)
-        tokens = torch.tensor([text[1:] for text in texts])
-        drafter.extend(Committed(rows(texts, []), tokens, None, [4, 4]), state)
+        drafter.extend(Committed(rows(texts, []), None, [4, 4]), state)
         tree = drafter.propose(rows(texts, []), state)
         validate(tree)
         sources = [names[1:] for names in node_sources(tree, "?")]

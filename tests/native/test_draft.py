@@ -127,10 +127,12 @@ def test_what_does_not_fit_is_an_error() -> None:
         Growth(2, 2, 3)
     with pytest.raises(ValueError, match="2 races for 1 rows"):
         draft.draft(*call, angles, Growth(1), [Race(), Race()])
-    with pytest.raises(ValueError, match=r"logits are \(1, .*allowed: contiguous \(2"):
+    with pytest.raises(ValueError, match="1 roots and 0 races for 2 rows"):
         draft.draft(*call[:4], [0, 1], angles, Growth(3))
     with pytest.raises(ValueError, match=r"hidden are .*torch.float64"):
         draft.draft(*call[:2], state.hidden.double(), *call[3:], angles, Growth(3))
+    with pytest.raises(ValueError, match="kept is 16; allowed: 1 to 9"):
+        Growth(1, 16).check_vocabulary(9)
     with pytest.raises(ValueError, match=r"slot|position"):
         draft.draft(*call, network._angles.upto(100), Growth(3000))  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="slot"):

@@ -94,11 +94,19 @@ def ancestors_of(parents: list[int]) -> tuple[Tensor, Tensor]:
 
 def assert_close(actual: TargetOutput, expected: TargetOutput, tolerance: float = TOLERANCE) -> None:
     assert actual.logits.dtype == torch.float32
+    assert_best(actual)
     for ours, theirs in ((actual.logits, expected.logits), (actual.features, expected.features)):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None and theirs.numel():
             assert ours.shape == theirs.shape
             assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def assert_best(out: TargetOutput) -> None:
+    """The kernels' arg-max is that of their logits: the first of equals, -1 where a number is NaN."""
+    assert out.best is not None
+    first = torch.from_numpy(out.logits.numpy().argmax(-1))
+    assert torch.equal(out.best, first.masked_fill(out.logits.isnan().any(-1), -1))
 
 
 @contextmanager

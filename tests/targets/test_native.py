@@ -21,6 +21,7 @@ from aquiline.targets.target import TargetInput
 from tests.targets.native_targets import (
     TOLERANCE,
     ancestors_of,
+    assert_best,
     assert_close,
     chain,
     copy_of,
@@ -367,13 +368,32 @@ def test_nan_stays_nan_and_in_its_row(dtype: torch.dtype, dim: int) -> None:
     copy = copy_of(reference)
     cache = copy.new_cache(2, 8)
     tokens = torch.tensor([[1, 2, 3], [1, 5, 3]])
-    out = copy.forward(TargetInput(tokens, torch.arange(3).expand(2, -1), None, cache, [0, 1])).logits
+    found = copy.forward(TargetInput(tokens, torch.arange(3).expand(2, -1), None, cache, [0, 1]))
+    out = found.logits
     assert out[0].isfinite().all()
     assert out[1, 1:].isnan().all()
+    assert_best(found)
     # The rejected slots hold NaN; a later forward does not see it.
     clean = torch.tensor([[1, 2], [1, 2]])
     out = copy.forward(TargetInput(clean, torch.arange(2).expand(2, -1), None, cache, [0, 1])).logits
     assert torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize("broken", [None, 3, 90])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_best_token_is_the_first_of_equals(count: int, broken: int | None) -> None:
+    """Each token has a twin at the other end of the vocabulary, in another thread's part."""
+    reference = random_decoder((4, 2), 32, 64, 64, vocab=100)
+    weight = reference.lm_head.weight
+    weight[50:] = weight[:50].flip(0)
+    if broken is not None:
+        weight[broken] = float("nan")
+    copy, (tokens, positions) = copy_of(reference), chain([0], 40)
+    with threads(count):
+        out = copy.forward(TargetInput(tokens % 100, positions, None, copy.new_cache(1, 64), [0]))
+    assert_best(out)
+    assert out.best is not None and (out.best < 50).all()
+    assert broken is None or (out.best == -1).all()
 
 
 def test_a_dtype_without_kernels_is_left_to_the_reference() -> None:

@@ -110,17 +110,15 @@ class Committed:
     """Newly committed tokens: a chunk of a prompt, or the tokens of a step.
 
     Attributes:
-        rows: the rows; their texts end with the last committed token.
-        tokens: (B, T) int64, padded; ``tokens[:, i]`` is the token *after* the position of
-            ``features[:, i]`` (EAGLE's one-step shift).
-        features: (B, T, F) target features, or None if `Needs.features` is empty.
-        counts: per row, the number of tokens without padding.
+        rows: the rows; their texts end with the committed tokens.
+        features: (B, T, F) target features, padded, or None if `Needs.features` is empty; ``features[:, i]`` is that of
+            the position *before* the i-th committed token (EAGLE's one-step shift).
+        counts: per row, the number of committed tokens.
         tree: the verified tree of a step, root-only if nothing was drafted; None for a prompt.
         logits: (B, N, V) target logits at the tree's nodes; None for a prompt.
     """
 
     rows: Rows
-    tokens: Tensor
     features: Tensor | None
     counts: Sequence[int]
     tree: DraftTree | None = None
@@ -131,7 +129,6 @@ class Committed:
         index = list(indices)
         return Committed(
             rows=self.rows.pick(index),
-            tokens=self.tokens[index],
             features=None if self.features is None else self.features[index],
             counts=[self.counts[i] for i in index],
             tree=None if self.tree is None else pick_rows(self.tree, index),

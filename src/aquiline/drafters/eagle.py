@@ -106,7 +106,6 @@ class EagleDrafter:
             cache=new_draft_cache(network, slots, capacity, self.target.shape.max_positions),
             hidden=torch.zeros(slots, config.hidden_size, dtype=weight.dtype, device=weight.device),
             logits=torch.zeros(slots, config.draft_vocab_size, device=weight.device),
-            roots=torch.zeros(slots, dtype=torch.int64, device=weight.device),
             pending=[[] for _ in range(slots)],
             forgotten=[0] * slots,
         )
@@ -115,10 +114,11 @@ class EagleDrafter:
         """Keeps the new positions; the network runs on them at the next `propose`."""
         features = committed.features
         assert features is not None, "an EAGLE head needs the target's features"
-        for i, (slot, count) in enumerate(zip(committed.rows.slots, committed.counts, strict=True)):
+        rows = committed.rows
+        for i, (slot, text, count) in enumerate(zip(rows.slots, rows.texts, committed.counts, strict=True)):
             if count:
                 # Copy, because `features` may be a view into a buffer that the next forward reuses.
-                state.pending[slot].append((committed.tokens[i, :count].clone(), features[i, :count].clone()))
+                state.pending[slot].append((text[len(text) - count :], features[i : i + 1, :count].clone()))
                 if self.head.window is not None:
                     forget(state, slot, self.head.window, self.head.config.layer.rope)
 
@@ -155,36 +155,35 @@ class EagleDrafter:
         waiting = [slot for slot in slots if state.pending[slot]]
         if not waiting:
             return
-        tokens, features, counts = padded([state.pending[slot] for slot in waiting])
-        features = features.to(self._rotary.dtype)
+        tokens, features = padded([state.pending[slot] for slot in waiting])
+        if features.dtype != self._rotary.dtype:
+            features = features.to(self._rotary.dtype)
         if self._draft is None:
-            self._ingest(tokens, features, counts, waiting, state)
+            self._ingest(tokens, features, waiting, state)
         else:
             assert isinstance(self._network, NativeNetwork)
-            ids = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
-            features = features.contiguous()
-            self._network.ingest(self._draft, ids, features, state.cache, waiting, state.hidden, state.logits)
-            for slot, row in zip(waiting, ids, strict=True):
-                state.roots[slot] = row[-1]
-        for slot, count in zip(waiting, counts, strict=True):
-            state.cache.lengths[slot] += count
+            self._network.ingest(self._draft, tokens, features, state.cache, waiting, state.hidden, state.logits)
+        lengths = state.cache.lengths.tolist()
+        for slot, row in zip(waiting, tokens, strict=True):
+            state.cache.set_length(slot, lengths[slot] + len(row))
             state.pending[slot].clear()
 
     def _ingest(
-        self, tokens: Tensor, features: Tensor, counts: Sequence[int], slots: Sequence[int], state: EagleState
+        self, given: Sequence[Sequence[int]], features: Tensor, slots: Sequence[int], state: EagleState
     ) -> None:
         """Runs the network on (B, T) padded positions, and keeps what drafts begin with."""
-        positions = state.cache.lengths[slots][:, None] + torch.arange(tokens.shape[1])
-        positions, last = trees.to_device(tokens.device, positions, torch.tensor(counts)[:, None] - 1)
-        network, at = self._network, trees.select(tokens.device, slots)
+        device, width = features.device, features.shape[1]
+        tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in given])
+        positions = state.cache.lengths[slots][:, None] + torch.arange(width)
+        last = torch.tensor([len(row) - 1 for row in given])[:, None]
+        tokens, positions, last = trees.to_device(device, tokens, positions, last)
+        network, at = self._network, trees.select(device, slots)
         stream = self._forward(tokens, network.fuse(features), positions, None, state.cache, slots)
-        at_last, roots = stream[:, -1], tokens[:, -1]
+        at_last = stream[:, -1]
         if len(slots) > 1:
             at_last = stream.gather(1, last[:, :, None].expand(-1, -1, stream.shape[2]))[:, 0]
-            roots = tokens.gather(1, last)[:, 0]
         state.hidden[at] = network.feedback(at_last)
         state.logits[at] = self._logits(at_last).float()
-        state.roots[at] = roots
 
     def _forward(
         self,
@@ -219,11 +218,10 @@ class EagleDrafter:
 
     def _in_one_call(self, draft: NativeDraft, rows: Rows, state: EagleState, growth: Growth) -> tuple[DraftTree, int]:
         """Returns the trees and how many levels were drafted."""
-        at, network = trees.select(self.target.device, rows.slots), self._network
+        network = self._network
         assert isinstance(network, NativeNetwork)
         races = self._coupling.races(rows) if rows.sample else ()
-        logits, feedback = state.logits[at], state.hidden[at]
-        return network.draft(draft, rows.roots, logits, feedback, state.cache, rows.slots, growth, races)
+        return network.draft(draft, rows.roots, state.logits, state.hidden, state.cache, rows.slots, growth, races)
 
     def _dynamic(self, rows: Rows, state: EagleState, policy: DynamicTree) -> DraftTree:
         """EAGLE-2: expands the best `top_k` nodes of each level, then reranks the whole pool."""
@@ -295,7 +293,7 @@ class EagleDrafter:
         """EAGLE-1: fills a fixed tree with the tokens of given ranks, or drawn in that order."""
         parents, device = parents_of(paths), self.target.device
         at = trees.select(device, rows.slots)
-        root = state.roots[at]
+        root = torch.tensor(rows.roots, device=device)
         logits, feedback = state.logits[at][:, None], state.hidden[at][:, None]
         level: Level | None = None
         above: list[int] = []  # the level's nodes

@@ -26,27 +26,24 @@ class EagleState:
         cache: the head's keys and values, computed from the target's features alone.
         hidden: (slots, H) feedback at the last ingested position.
         logits: (slots, Vd) draft logits at that position.
-        roots: (slots,) int64 token after the last ingested position, below which the head drafts.
-        pending: per slot, chunks not yet forwarded (tokens (n,), features (n, F)).
+        pending: per slot, chunks not yet forwarded (n tokens, features (1, n, F)).
         forgotten: per slot, positions before those in the cache.
     """
 
     cache: KVCache
     hidden: Tensor
     logits: Tensor
-    roots: Tensor
-    pending: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+    pending: list[list[tuple[Sequence[int], Tensor]]] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
 
 
-def padded(pending: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> tuple[Tensor, Tensor, list[int]]:
-    """Joins each slot's chunks: (B, T) tokens, (B, T, F) features, and B counts without padding."""
-    tokens = [torch.cat([t for t, _ in chunks]) if len(chunks) > 1 else chunks[0][0] for chunks in pending]
-    features = [torch.cat([f for _, f in chunks]) if len(chunks) > 1 else chunks[0][1] for chunks in pending]
-    counts = [len(each) for each in tokens]
-    if len(pending) == 1:
-        return tokens[0][None], features[0][None], counts
-    return pad_sequence(tokens, batch_first=True), pad_sequence(features, batch_first=True), counts
+def padded(pending: Sequence[Sequence[tuple[Sequence[int], Tensor]]]) -> tuple[list[Sequence[int]], Tensor]:
+    """Joins each slot's chunks: B rows of tokens, and (B, T, F) padded features."""
+    tokens: list[Sequence[int]] = [
+        chunks[0][0] if len(chunks) == 1 else [token for ids, _ in chunks for token in ids] for chunks in pending
+    ]
+    features = [torch.cat([f for _, f in chunks], 1) if len(chunks) > 1 else chunks[0][1] for chunks in pending]
+    return tokens, features[0] if len(pending) == 1 else pad_sequence([f[0] for f in features], batch_first=True)
 
 
 def copy_slot(state: EagleState, source: int, slot: int, length: int) -> None:
@@ -84,7 +81,7 @@ def forget(state: EagleState, slot: int, window: int, rope: RopeConfig) -> None:
     while left:
         tokens, features = pending.pop(0)
         if len(tokens) > left:
-            pending.insert(0, (tokens[left:], features[left:]))
+            pending.insert(0, (tokens[left:], features[:, left:]))
         left -= min(left, len(tokens))
 
 

@@ -29,6 +29,22 @@ class LookupState:
     shared: list[int]
 
 
+@dataclass(frozen=True, eq=False)
+class Continued:
+    """What a text is likely to continue with.
+
+    Attributes:
+        tokens, parents: a tree, root first.
+        chances: per draft, how likely it and all above it are right; None for branches.
+        source: "lookup" or "shared".
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    chances: Sequence[float] | None
+    source: str
+
+
 class PromptLookup:
     """Drafts what followed the end of the text where it occurred before.
 
@@ -82,17 +98,19 @@ class PromptLookup:
                     self._share(slot, state)
 
     def propose(self, rows: Rows, state: LookupState) -> DraftTree:
-        depth, where = rows.depth(self.depth), list(zip(rows.slots, rows.texts, strict=True))
-        if self.num_branches > 1:
-            found = [state.texts[slot].branches(text[-LONGEST:], depth, self.num_branches) for slot, text in where]
-            return trees.from_lists([merge(text[-1], each) for (_, text), each in zip(where, found, strict=True)])
-        packed, sources, scores = [], [], []
-        for slot, text in where:
+        return packed(self.continuations(rows, state))
+
+    def continuations(self, rows: Rows, state: LookupState) -> list[Continued]:
+        """Returns what each row's text is likely to continue with."""
+        depth, found = rows.depth(self.depth), []
+        for slot, text in zip(rows.slots, rows.texts, strict=True):
+            if self.num_branches > 1:
+                branches = state.texts[slot].branches(text[-LONGEST:], depth, self.num_branches)
+                found.append(Continued(*merge(text[-1], branches), None, self.needs.source))
+                continue
             best, source = self.find(slot, text[-LONGEST:], depth, state)
-            packed.append(([text[-1], *best.tokens], list(range(-1, len(best.tokens)))))
-            sources.append([source] * (1 + len(best.tokens)))
-            scores.append([0.0, *map(math.log, best.chances)])
-        return trees.from_lists(packed, sources=None if self.shared is None else sources, log_probs=scores)
+            found.append(Continued([text[-1], *best.tokens], range(-1, len(best.tokens)), best.chances, source))
+        return found
 
     def find(
         self, slot: int, context: Sequence[int], depth: int, state: LookupState, least: float = LEAST
@@ -127,6 +145,16 @@ class PromptLookup:
         if self.shared is not None and len(text) > start > 0:
             self.shared.extend((*text[max(start - LONGEST, 0) :], BREAK))
             state.shared[slot] = len(text)
+
+
+def packed(found: Sequence[Continued]) -> DraftTree:
+    """Packs the rows' continuations into trees, with their sources."""
+    scores = [[0.0, *map(math.log, row.chances)] for row in found if row.chances is not None]
+    return trees.from_lists(
+        [(row.tokens, row.parents) for row in found],
+        [[row.source] * len(row.tokens) for row in found],
+        scores if len(scores) == len(found) else None,
+    )
 
 
 def merge(root: int, continuations: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ from typing import Any
 from aquiline import tree as trees
 from aquiline.cache import MOST_NODES
 from aquiline.drafters.drafter import Committed, Drafter, Rows, check_wrappable
-from aquiline.drafters.lookup import LookupState, PromptLookup, merge
+from aquiline.drafters.lookup import LookupState, PromptLookup, merge, packed
 from aquiline.drafters.store import LEAST, LONGEST
 from aquiline.tree import DraftTree
 
@@ -64,31 +64,28 @@ class LookupFirst:
         self.new_state, self.extend, self.copy, self.reset = both.new_state, both.extend, both.copy, both.reset
 
     def propose(self, rows: Rows, state: list[Any]) -> DraftTree:
-        found = self.lookup.propose(rows, state[0])
-        missing = [i for i in range(len(rows.slots)) if not self._likely(found, i)]
-        found = replace(found, sources=trees.node_sources(found, self.lookup.needs.source))
+        found = self.lookup.continuations(rows, state[0])
+        missing = [
+            i
+            for i, each in enumerate(found)
+            if len(each.tokens) == 1 or (each.chances is not None and each.chances[0] < self.least)
+        ]
         if not missing:
-            return found
+            return packed(found)
+        if len(missing) == len(found):
+            return self._continued(self.other.propose(rows, state[1]), rows, state[0])
         left = rows.pick(missing)
-        drafted = self.other.propose(left, state[1])
+        drafted = self._continued(self.other.propose(left, state[1]), left, state[0])
         drafted = replace(drafted, sources=trees.node_sources(drafted, self.needs.source))
-        drafted = self._continued(drafted, left, state[0])
-        return drafted if len(missing) == len(rows.slots) else joined(found, drafted, missing)
-
-    def _likely(self, found: DraftTree, row: int) -> bool:
-        if int(found.num_nodes[row]) == 1:
-            return False
-        return found.log_probs is None or float(found.log_probs[row, 1]) >= math.log(self.least)
+        return joined(packed(found), drafted, missing)
 
     def _continued(self, tree: DraftTree, rows: Rows, state: LookupState) -> DraftTree:
         """Appends what follows each row's likeliest leaf in the texts, as long as their joint chance suffices."""
         if tree.log_probs is None or self.lookup.num_branches > 1:
             return tree
-        assert tree.sources is not None
-        packed, sources, scores = trees.to_lists(tree), [list(row) for row in tree.sources], tree.log_probs.tolist()
-        grown = False
-        for i, (tokens, parents) in enumerate(packed):
-            scores[i] = scores[i][: len(tokens)]
+        grown, scores = trees.to_lists(tree), tree.log_probs.tolist()
+        sources: list[list[str]] | None = None
+        for i, (tokens, parents) in enumerate(grown):
             leaves = set(range(1, len(tokens))) - set(parents)
             leaf = max(leaves, key=scores[i].__getitem__, default=0)
             path = trees.path_tokens(tokens, parents, leaf)
@@ -98,13 +95,20 @@ class LookupFirst:
                 continue
             context = [*rows.texts[i][-LONGEST:], *path][-LONGEST:]
             found, source = self.lookup.find(rows.slots[i], context, depth, state, LEAST / chance)
+            if not found.tokens:
+                continue
+            sources = sources or trees.node_sources(tree, self.needs.source)
+            scores[i] = scores[i][: len(tokens)]
             for token, joint in zip(found.tokens, found.chances, strict=True):
                 parents.append(leaf)
-                leaf, grown = len(tokens), True
+                leaf = len(tokens)
                 tokens.append(token)
                 scores[i].append(math.log(chance * joint))
                 sources[i].append(source)
-        return trees.from_lists(packed, sources, scores) if grown else tree
+        if sources is None:
+            return tree
+        counted = [row[: len(tokens)] for row, (tokens, _) in zip(scores, grown, strict=True)]
+        return trees.from_lists(grown, sources, counted)
 
 
 class Merged:

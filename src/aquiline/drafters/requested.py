@@ -49,7 +49,7 @@ def _cut(tree: DraftTree, asked: Sequence[Drafting]) -> DraftTree:
     """Drops nodes beyond each row's limits; parents precede their children, so no node loses its own."""
     assert tree.sources is not None
     rows, sources = [], []
-    depths = trees.depths(tree.parents).tolist()
+    depths = [trees.row_depths(row) for row in tree.parents.tolist()]
     for (tokens, parents), names, levels, limits in zip(trees.to_lists(tree), tree.sources, depths, asked, strict=True):
         deepest = len(tokens) if limits.depth is None else limits.depth
         kept = [node for node in range(len(tokens)) if levels[node] <= deepest]

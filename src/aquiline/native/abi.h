@@ -60,6 +60,7 @@ struct Call {
   const int64_t* logits_at;  // (batch, asked), or null for all nodes
   float* logits;             // (batch, asked, vocab)
   void* stream_out;          // (batch, width, hidden) after the last layer, or null
+  int64_t* best;      // (batch, asked): the largest logit's token, -1 where one is NaN; or null
   int32_t num_features, asked;
   char message[160];  // of an error
 };
@@ -108,8 +109,8 @@ constexpr int MOST_KEPT = 16;
 // children of their own. The best `limit` nodes of at least `least` remain.
 struct DraftCall {
   Call* call;             // of `width` nodes a row, all at the first level's position
-  const float* logits;    // (batch, outputs) at the roots
-  const void* feedback;   // (batch, hidden) there
+  const float* logits;    // (cache rows, outputs): at the rows' roots
+  const void* feedback;   // (cache rows, hidden) there
   const int64_t* roots;   // (batch) their tokens
   const float* floors;    // (levels): stop after a level whose bests' probabilities sum to less
   const Race* races;      // (batch), at the first level; null: no row samples
@@ -117,7 +118,8 @@ struct DraftCall {
   float* scores;                       // as `tokens`: joint log-probabilities
   double least;                        // as these
   int32_t levels, kept, limit;
-  int32_t done;  // levels that were drafted
+  int32_t done, size;  // levels that were drafted, and nodes of the largest tree
+  int32_t reserved;
 };
 
 // New positions of some rows: the target's features, and the token after each.

@@ -126,7 +126,8 @@ class DraftPass {
   int first(int level) const { return level ? call_.kept * (1 + (level - 1) * width_) : 0; }
   Candidate* row(int b) const { return candidates_ + (size_t)b * first(call_.levels); }
   const float* logits(int level, int i) const {
-    return (level ? next_logits_ : call_.logits) + (size_t)i * outputs();
+    return level ? next_logits_ + (size_t)i * outputs()
+                 : call_.logits + (size_t)inner_.rows[i] * outputs();
   }
   bool races(int b) const { return call_.races && call_.races[b].temperature > 0.f; }
 
@@ -171,7 +172,7 @@ class DraftPass {
       std::copy(best.indices, best.indices + width_, expanded_ + b * width_);
       alive += std::exp(best.values[0]);
     }
-    call_.done = level + 1;
+    call_.done = level + 1, call_.size = 0;
     finished_ = !(alive >= call_.floors[level]) || settled(level) || call_.done == call_.levels ||
                 !advance(level);
     for (int b = 0; finished_ && b < batch_; b++) pack(b, first(level + 1));
@@ -250,6 +251,7 @@ class DraftPass {
       nodes[order[i]] = kept++;
     }
     call_.counts[b] = kept;
+    call_.size = std::max(call_.size, kept);
   }
 
   // Readies the next forward, of the nodes in `expanded_`.
@@ -267,7 +269,9 @@ class DraftPass {
       memcpy((char*)inner_.embedded + i * bytes, (const char*)network_.embedding + token * bytes,
              bytes);
       memcpy((char*)inner_.hidden + i * bytes,
-             level ? fed_back_ + from * bytes : (const char*)call_.feedback + b * bytes, bytes);
+             level ? fed_back_ + from * bytes
+                   : (const char*)call_.feedback + inner_.rows[b] * bytes,
+             bytes);
       if (!level) continue;
       const Node& parent = before.nodes[from];
       const int32_t* path = before.paths.data() + parent.path_begin;

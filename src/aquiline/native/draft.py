@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,11 @@ class Growth:
         """Most drafts of a row."""
         made = self.kept * (1 + (self.levels - 1) * self.width)
         return made if self.limit is None else min(self.limit, made)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ValueError if the draft has fewer tokens than a node has children."""
+        if self.kept > size:
+            raise ValueError(f"kept is {self.kept}; allowed: 1 to {size}, the draft's tokens")
 
     def __post_init__(self) -> None:
         if self.levels < 1 or len(self.floors) not in (0, self.levels):
@@ -107,29 +113,30 @@ class NativeDraft:
 
         Args:
             roots: B tokens.
-            logits, hidden: (B, Vd) float32 and (B, H) feedback at the roots.
+            logits, hidden: (cache rows, Vd) float32 and (cache rows, H), the logits and feedback at `rows`' roots.
             cache, angles: with room for `growth.width` positions of each row and level below the first.
             races: B of the first level, if a row samples: candidates are the first of its race.
 
         Returns:
             The trees with log-probabilities, and the number of levels that were drafted.
         """
-        self._check(logits, hidden, rows, growth, races)
-        batch, width, levels, room = len(rows), growth.width, growth.levels, 1 + growth.most
-        limits, first = (ctypes.c_float * levels)(*growth.floors), (ctypes.c_int64 * batch)(*roots)
-        tokens, parents = torch.empty(2, batch, room, dtype=torch.int64)
+        self._check(hidden, logits, cache, rows)
+        _check_each(len(rows), roots, races)
+        growth.check_vocabulary(self.logits.struct.outputs)
+        batch, levels, room = len(rows), growth.levels, 1 + growth.most
+        tokens, parents = torch.empty(batch, room, dtype=torch.int64), torch.empty(batch, room, dtype=torch.int64)
         scores, counts = torch.empty(batch, room), torch.empty(batch, dtype=torch.int64)
-        address = ctypes.addressof
-        call = self._call(cache, angles, rows, width, 0)
+        floors = array("f", growth.floors or [0.0] * levels)
+        call, given, _numbers = self._call(cache, angles, rows, growth.width, 0, roots)
         draft = DraftCall(
-            ctypes.pointer(call), logits.data_ptr(), hidden.data_ptr(), address(first), address(limits),
+            ctypes.addressof(call), logits.data_ptr(), hidden.data_ptr(), given, floors.buffer_info()[0],
             (Race * batch)(*races) if races else None,
             tokens.data_ptr(), parents.data_ptr(), counts.data_ptr(), scores.data_ptr(),
-            math.log(growth.least) if growth.least > 0 else -math.inf, levels, growth.kept, growth.most, 0,
+            math.log(growth.least) if growth.least > 0 else -math.inf, levels, growth.kept, growth.most,
         )  # fmt: skip
         if self.stack.library.draft(self._network, draft):
             raise ValueError(call.message.decode())
-        size = max(counts.tolist())
+        size = draft.size
         return DraftTree(tokens[:, :size], parents[:, :size], counts, scores[:, :size]), draft.done
 
     def ingest(
@@ -152,52 +159,50 @@ class NativeDraft:
 
         Mutates: content of `cache`; `hidden` and `logits` at `rows`.
         """
-        batch, width = features.shape[:2]
-        own = (cache.rows, self.stack.struct.hidden), (cache.rows, self.logits.struct.outputs)
+        self._check(hidden, logits, cache, rows)
+        width = features.shape[1]
         inputs = self.stack.struct.hidden if self.fuse is None else self.fuse.struct.inputs
+        _check_contiguous("features", features, self.stack.dtype, (len(rows), width, inputs))
         counts = [len(row) for row in tokens]
-        if not 0 < batch == len(rows) == len(set(rows)) == len(counts) or max(counts) > width:
-            raise ValueError(f"{counts} tokens and features {tuple(features.shape)} for rows {list(rows)}")
-        for name, tensor, dtype, shape in (
-            ("features", features, self.stack.dtype, (batch, width, inputs)),
-            ("hidden", hidden, self.stack.dtype, own[0]),
-            ("logits", logits, torch.float32, own[1]),
-        ):
-            _check_contiguous(name, tensor, dtype, shape)
-        call = self._call(cache, angles, rows, width, 1)
+        if len(counts) != len(rows) or max(counts) > width:
+            raise ValueError(f"{counts} tokens for features {tuple(features.shape)}; allowed: one for each")
         padded = [token for row in tokens for token in (*row, *[0] * (width - len(row)))]
-        ids, sizes = (ctypes.c_int64 * len(padded))(*padded), (ctypes.c_int64 * batch)(*counts)
+        call, ids, numbers = self._call(cache, angles, rows, width, 1, [*padded, *counts])
+        sizes = ids + len(padded) * numbers.itemsize
         given = IngestCall(
-            ctypes.pointer(call), features.data_ptr(), ctypes.addressof(ids), ctypes.addressof(sizes),
-            hidden.data_ptr(), logits.data_ptr(),
-        )  # fmt: skip
+            ctypes.addressof(call), features.data_ptr(), ids, sizes, hidden.data_ptr(), logits.data_ptr()
+        )
         if self.stack.library.ingest(self._network, given):
             raise ValueError(call.message.decode())
 
-    def _call(self, cache: KVCache, angles: Angles, rows: Sequence[int], width: int, stride: int) -> Call:
-        """Prepares a call of `width` nodes a row, whose positions are `stride` apart."""
-        lengths = cache.lengths.tolist()
-        lengths = [lengths[row] for row in rows]
-        batch = len(rows)
-        positions = [length + stride * i for length in lengths for i in range(width)]
-        arrays = (ctypes.c_int64 * len(positions))(*positions), *((ctypes.c_int64 * batch)(*a) for a in (lengths, rows))
-        call = self.stack.prepare(cache, angles, batch=batch, width=width)
-        call.positions, call.committed, call.rows = map(ctypes.addressof, arrays)
-        call.arrays = arrays  # they live as long as the call
-        return call
+    def _call(
+        self, cache: KVCache, angles: Angles, rows: Sequence[int], width: int, stride: int, more: Sequence[int]
+    ) -> tuple[Call, int, array[int]]:
+        """Prepares a call of `width` nodes a row, whose positions are `stride` apart.
 
-    def _check(
-        self, logits: Tensor, hidden: Tensor, rows: Sequence[int], growth: Growth, races: Sequence[Race]
-    ) -> None:
-        batch, outputs = len(rows), self.logits.struct.outputs
-        if not batch or len(set(rows)) != batch:
+        Returns:
+            The call, the address of the numbers in `more`, and what owns them and those of the call.
+        """
+        lengths, batch = cache.lengths.tolist(), len(rows)
+        lengths = [lengths[row] for row in rows]
+        positions = [length + stride * i for length in lengths for i in range(width)]
+        numbers = array("q", [*lengths, *rows, *positions, *more])
+        first, size = numbers.buffer_info()[0], numbers.itemsize
+        call = self.stack.prepare(cache, angles)
+        call.batch, call.width = batch, width
+        call.committed, call.rows, call.positions = first, first + batch * size, first + 2 * batch * size
+        return call, first + (2 * batch + batch * width) * size, numbers
+
+    def _check(self, hidden: Tensor, logits: Tensor, cache: KVCache, rows: Sequence[int]) -> None:
+        if not rows or len(set(rows)) != len(rows):
             raise ValueError(f"rows are {list(rows)}; allowed: at least one, distinct rows")
-        if growth.kept > outputs:
-            raise ValueError(f"kept is {growth.kept}; allowed: 1 to {outputs}, the draft's vocabulary")
-        if len(races) not in (0, batch):
-            raise ValueError(f"{len(races)} races for {batch} rows; allowed: one for each, or none")
-        _check_contiguous("logits", logits, torch.float32, (batch, outputs))
-        _check_contiguous("hidden", hidden, self.stack.dtype, (batch, self.stack.struct.hidden))
+        _check_contiguous("hidden", hidden, self.stack.dtype, (cache.rows, self.stack.struct.hidden))
+        _check_contiguous("logits", logits, torch.float32, (cache.rows, self.logits.struct.outputs))
+
+
+def _check_each(count: int, roots: Sequence[int], races: Sequence[Race]) -> None:
+    if len(roots) != count or len(races) not in (0, count):
+        raise ValueError(f"{len(roots)} roots and {len(races)} races for {count} rows; allowed: one for each")
 
 
 def _check_contiguous(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

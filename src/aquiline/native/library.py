@@ -62,7 +62,7 @@ class Call(ctypes.Structure):
         *_all(c_int32, "batch width offset threads"),
         *_all(c_void_p, "tokens embedded hidden positions ancestors committed rows cosines sines keys values"),
         *_all(c_int64, "angles cache_rows capacity"),
-        *_all(c_void_p, "features feature_out logits_at logits stream_out"),
+        *_all(c_void_p, "features feature_out logits_at logits stream_out best"),
         *_all(c_int32, "num_features asked"),
         ("message", c_char * 160),
     )
@@ -112,19 +112,18 @@ class DraftCall(ctypes.Structure):
     """One draft of trees."""
 
     _fields_ = (
-        ("call", POINTER(Call)),
-        *_all(c_void_p, "logits feedback roots floors"),
+        *_all(c_void_p, "call logits feedback roots floors"),
         ("races", POINTER(Race)),
         *_all(c_void_p, "tokens parents counts scores"),
         ("least", c_double),
-        *_all(c_int32, "levels kept limit done"),
+        *_all(c_int32, "levels kept limit done size reserved"),
     )
 
 
 class IngestCall(ctypes.Structure):
     """New positions of some rows."""
 
-    _fields_ = (("call", POINTER(Call)), *_all(c_void_p, "features tokens counts feedback logits"))
+    _fields_ = _all(c_void_p, "call features tokens counts feedback logits")
 
 
 _STRUCTS = (Stack, Layer, Call, Readout, ReadoutCall, DraftNetwork, DraftCall, IngestCall, Race)

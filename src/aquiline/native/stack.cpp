@@ -33,6 +33,19 @@ bool all_halves(const Stack& stack) {
   return stack.layers[0].qkv.takes_halves() && !widest_codes(stack);
 }
 
+// Notes the largest of `size` logits, which begin with token `first`.
+void raise(Largest& most, const float* logits, int size, int first) {
+  for (int i = 0; i < size; i += LANES) {
+    const int count = lanes_at(i, size);
+    const Floats v = load_part(logits + i, count);
+    if (!lanes_set((Ints)(v > broadcast(most.value)) | (Ints)(v != v))) continue;
+    for (int j = 0; j < count && most.token >= 0; j++) {
+      if (v[j] > most.value) most = {v[j], first + i + j};
+      if (v[j] != v[j]) most.token = -1;
+    }
+  }
+}
+
 }  // namespace
 
 void Pass::lay_out(Scratch& scratch) {
@@ -59,6 +72,7 @@ void Pass::lay_out(Scratch& scratch) {
     own.out =
         scratch.take<float>((size_t)rows * std::max<size_t>(BLOCK * LANES, shared_.head_stride));
     own.row = scratch.take<float>(shared_.stream);
+    own.best = scratch.take<Largest>(call_.best ? wanted_.size() : 0);
     own.queries = scratch.take<Query>((size_t)call_.width * (s.heads / s.kv_heads));
     lay_out_attention(scratch, own);
   }
@@ -336,13 +350,31 @@ void Pass::finish(const Member& member, const Own& own) {
   if (!n) return;
   const Rows x = normed(member, own, s.head, s.final_norm, n, wanted_.data());
   const Range part = member.part(s.head.vectors, BLOCK);
+  for (int t = 0; call_.best && t < n; t++) own.best[t] = {-INFINITY, 0};
   for (int v = part.begin; v < part.end; v += BLOCK) {
     const int count = std::min(BLOCK, part.end - v);
     multiply(s.head, x, n, v, count, own.out, BLOCK * LANES, *own.tiles);
-    for (int t = 0; t < n; t++)
-      write_values(own.out + (size_t)t * BLOCK * LANES,
-                   std::min(count * LANES, s.vocab - v * LANES), call_.logits, false,
-                   (size_t)t * s.vocab + v * LANES);
+    for (int t = 0; t < n; t++) {
+      const float* y = own.out + (size_t)t * BLOCK * LANES;
+      const int size = std::min(count * LANES, s.vocab - v * LANES);
+      write_values(y, size, call_.logits, false, (size_t)t * s.vocab + v * LANES);
+      if (call_.best) raise(own.best[t], y, size, v * LANES);
+    }
+  }
+  if (!call_.best) return;
+  member.wait();
+  if (member.id == 0) choose(member);
+}
+
+// The best of what the threads found; of equals the first, as their parts are in order.
+void Pass::choose(const Member& member) const {
+  for (size_t t = 0; t < wanted_.size(); t++) {
+    Largest most = own_[0].best[t];
+    for (int i = 1; i < member.size; i++) {
+      const Largest& other = own_[i].best[t];
+      if (most.token >= 0 && (other.token < 0 || other.value > most.value)) most = other;
+    }
+    call_.best[t] = most.token;
   }
 }
 

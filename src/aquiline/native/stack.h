@@ -18,10 +18,17 @@ struct Shared {
   size_t stream, head_stride, query_bytes;
 };
 
+// The largest of a row's logits that one thread computed.
+struct Largest {
+  float value;
+  int32_t token;  // -1 where one is NaN
+};
+
 struct Own {  // one thread's
   Rows normed, codes;
   float* out;      // products of a block
   float* row;      // of the stream's width
+  Largest* best;   // (wanted)
   Query* queries;  // of one row and key head
   AttentionScratch attention;
   TileScratch tile_attention;
@@ -49,6 +56,7 @@ class Pass {
   void add(const Member& member, const Own& own, const Matrix& matrix, const Rows& x);
   void feed_forward(const Member& member, const Own& own, const Layer& layer);
   void finish(const Member& member, const Own& own);
+  void choose(const Member& member) const;
   Rows normed(const Member& member, const Own& own, const Matrix& matrix, const float* weight,
               int n, const int32_t* which);
   Rows read_by(const Member& member, const Own& own, const Matrix& matrix, const Rows& x, int n);

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+import weakref
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,11 +58,13 @@ class Outputs:
 
     Attributes:
         stream: (B, T, H) after the last layer.
+        best: (B, K) int64 arg-max of the logits, -1 where one is NaN.
     """
 
     logits: Tensor | None
     features: Tensor | None
     stream: Tensor | None
+    best: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,7 @@ class NativeStack:
     struct: Stack
     memory: Memory
     dtype: torch.dtype
+    _last: list[tuple[Any, ...]] = field(default_factory=list, repr=False)
 
     def describe(self) -> str:
         """Names the weights' form and the instructions."""
@@ -111,28 +115,40 @@ class NativeStack:
         asked = width if logits_at is None else logits_at.shape[-1]
         if logits_at is not None:
             given["logits_at"] = _checked("logits_at", logits_at, torch.int64, (batch, asked))
-        lengths = cache.lengths.tolist()
-        committed = (ctypes.c_int64 * batch)(*[lengths[row] for row in inputs.rows])
-        rows = (ctypes.c_int64 * batch)(*inputs.rows)
-        boundaries = (ctypes.c_int32 * len(features))(*features)
+        lengths, boundaries = cache.lengths.tolist(), array("i", features)
+        numbers = array("q", [*(lengths[row] for row in inputs.rows), *inputs.rows])
         out = self._outputs(batch, width, asked, len(features), stream)
-        call = self.prepare(
-            cache, angles, batch=batch, width=width, offset=inputs.offset,
-            **{name: _address(tensor) for name, tensor in given.items()},
-            committed=ctypes.addressof(committed), rows=ctypes.addressof(rows),
-            features=ctypes.addressof(boundaries), feature_out=_address(out.features), num_features=len(features),
-            logits=_address(out.logits), asked=asked, stream_out=_address(out.stream),
-        )  # fmt: skip
+        call = self.prepare(cache, angles)
+        call.batch, call.width, call.offset = batch, width, inputs.offset
+        for name, tensor in given.items():
+            setattr(call, name, tensor.data_ptr())
+        first = numbers.buffer_info()[0]
+        call.committed, call.rows = first, first + batch * numbers.itemsize
+        call.features, call.num_features = boundaries.buffer_info()[0], len(features)
+        call.feature_out, call.logits, call.stream_out = map(_address, (out.features, out.logits, out.stream))
+        call.best, call.asked = _address(out.best), asked
         if self.library.forward(self.struct, call):
             raise ValueError(call.message.decode())
         return out
 
-    def prepare(self, cache: KVCache, angles: Angles, **fields: Any) -> Call:
-        """Makes a call over `cache` with these other fields.
+    def prepare(self, cache: KVCache, angles: Angles) -> Call:
+        """Makes a call over `cache`.
 
         Raises:
             ValueError: if the blocks of `cache` are not those of this stack.
         """
+        last = self._last[0] if self._last else None
+        if last and last[0]() is cache.key_block and last[1]() is cache.value_block and last[2]() is angles:
+            call = Call.from_buffer_copy(last[3])  # checked already
+        else:
+            call = self._over(cache, angles)
+            # Not the blocks themselves, which would keep an old cache in memory.
+            owners = weakref.ref(cache.key_block), weakref.ref(cache.value_block), weakref.ref(angles)
+            self._last[:] = [(*owners, Call.from_buffer_copy(call))]
+        call.threads = torch.get_num_threads()
+        return call
+
+    def _over(self, cache: KVCache, angles: Angles) -> Call:
         struct = self.struct
         shape = (struct.num_layers, cache.rows, struct.kv_heads, cache.capacity, struct.dim)
         for name, block in (("key", cache.key_block), ("value", cache.value_block)):
@@ -142,9 +158,9 @@ class NativeStack:
                     f"{block.stride()}; allowed: contiguous {shape}, {self.dtype}; make it with new_cache"
                 )
         return Call(
-            threads=torch.get_num_threads(), cosines=_address(angles.cosines), sines=_address(angles.sines),
-            angles=len(angles.cosines), keys=_address(cache.key_block), values=_address(cache.value_block),
-            cache_rows=cache.rows, capacity=cache.capacity, **fields,
+            cosines=_address(angles.cosines), sines=_address(angles.sines), angles=len(angles.cosines),
+            keys=_address(cache.key_block), values=_address(cache.value_block),
+            cache_rows=cache.rows, capacity=cache.capacity,
         )  # fmt: skip
 
     def _size(self, inputs: Inputs) -> tuple[int, int]:
@@ -177,6 +193,7 @@ class NativeStack:
             None if stream else torch.empty(batch, asked, self.struct.vocab),
             torch.empty(batch, width, features * hidden, dtype=self.dtype) if features else None,
             torch.empty(batch, width, hidden, dtype=self.dtype) if stream else None,
+            None if stream else torch.empty(batch, asked, dtype=torch.int64),
         )
 
 

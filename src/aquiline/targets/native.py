@@ -75,7 +75,7 @@ class NativeDecoder:
         nodes = Inputs(inputs.positions, inputs.ancestors, inputs.rows, inputs.tokens)
         out = self._stack.forward(nodes, inputs.cache, self._angles.upto(span), boundaries, inputs.logits_at)
         assert out.logits is not None
-        return TargetOutput(out.logits, out.features)
+        return TargetOutput(out.logits, out.features, out.best)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return nn.functional.embedding(tokens, self.embedding)
@@ -87,13 +87,13 @@ class AngleTable:
     def __init__(self, rope: RopeConfig) -> None:
         self._frequencies, self._factor = inverse_frequencies(rope)
         empty = torch.empty(0, len(self._frequencies))
-        self._angles = Angles(empty, empty)
+        self._angles, self._size = Angles(empty, empty), 0
 
     def upto(self, limit: int) -> Angles:
         """Returns the angles of at least all positions below `limit`."""
-        if limit > len(self._angles.cosines):
-            size = max(1024, 1 << (limit - 1).bit_length())
-            angles = torch.arange(size).float()[:, None] * self._frequencies[None, :]
+        if limit > self._size:
+            self._size = max(1024, 1 << (limit - 1).bit_length())
+            angles = torch.arange(self._size).float()[:, None] * self._frequencies[None, :]
             self._angles = Angles(angles.cos() * self._factor, angles.sin() * self._factor)
         return self._angles
 

@@ -63,10 +63,13 @@ class TargetOutput:
     Attributes:
         logits: (B, K, V) float32 at the requested positions (by default all T).
         features: (B, T, F), the requested features concatenated in that order, or None.
+        best: (B, K) int64 on the CPU, the arg-max of the logits, -1 where one is NaN; None if the target does not find
+            it on the way.
     """
 
     logits: Tensor
     features: Tensor | None
+    best: Tensor | None = None
 
 
 class Target(Protocol):
