@@ -19,6 +19,8 @@ import numpy as np
 _KNOTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of tokens whose cost is learned; it is linear between them and beyond the last."""
 
+_SIZES = np.arange(_KNOTS[-1] + 1.0)
+
 _SLOPE = 0.06
 """Cost of a further token where nothing was measured, as a share of the first."""
 
@@ -73,7 +75,7 @@ class Costs:
 
     def _relative(self, tokens: int) -> float:
         if not self._curve:
-            self._curve = np.interp(range(_KNOTS[-1] + 1), _KNOTS, self._shape).tolist()
+            self._curve = np.interp(_SIZES, _KNOTS, self._shape).tolist()
         return self._curve[tokens] if tokens < len(self._curve) else _interpolated(_KNOTS, self._shape, tokens)
 
 
