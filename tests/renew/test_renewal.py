@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,13 +25,14 @@ from aquiline.renew.store import read_store
 from aquiline.renew.versions import add_version, current, events, serve_version, versions
 from tests import tiny
 from tests.tiny_tokenizers import every_byte
-from tests.training.tiny_training import write_target
+from tests.training.tiny_training import write_set, write_target
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("renewal")
     every_byte().save_pretrained(write_target(folder / "target"))
+    write_set(folder / "set", 4, 12)
     for seed in (0, 1):
         write_head(folder / f"head{seed}", tiny.head("eagle3", seed=seed), torch.float32)
     return folder
@@ -60,7 +64,7 @@ def beside(base: Path, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.Monke
     assert loaded.head is not None
     loaded.swap_head(base / "head0")
     folder = tmp_path / "renewal"
-    made = {"data": ("somewhere",), "depth": 3}
+    made = {"data": (str(base / "set"),), "depth": 3}
     open_renewal(folder, base / "target", loaded.head.path, made)
     found = Beside(Renewal(folder, loaded, lambda: found.busy), folder, loaded)
     yield found
@@ -97,12 +101,32 @@ def test_a_request_stops_training_at_once_and_a_long_rush_ends_it(
     beside.busy = False
     renewal.look()
     until(lambda: beside.state() in "RS")
-    beside.busy = True
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    beside.busy, renewal._patience = True, 0.001
     renewal.look()
     time.sleep(0.01)
     renewal.look()
     assert beside.state() == "" and (beside.folder / "training").is_dir(), "the run can resume"
+
+
+def test_each_kill_doubles_the_patience_until_a_stage_ends(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise rushes that return sooner than a stage ends would kill it for ever."""
+    stage(monkeypatch, "import time; time.sleep(60)")
+    renewal = beside.renewal
+    (beside.folder / "training").mkdir()
+    for patience in (60, 120, 240):
+        for beside.busy in (False, True):
+            renewal.look()
+        for waited, running in ((patience - 5, True), (10, False)):
+            assert renewal._paused_since is not None
+            renewal._paused_since -= waited
+            renewal.look()
+            assert (renewal._process is not None) == running, patience
+    stage(monkeypatch, "")
+    beside.busy = False
+    renewal.look()
+    until(lambda: renewal._process is not None and renewal._process.poll() is not None)
+    renewal.look()
+    assert renewal._patience == module.PATIENCE
 
 
 def test_enough_new_conversations_start_a_training(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,4 +209,20 @@ def test_what_cannot_be_renewed_is_rejected(beside: Beside, tmp_path: Path) -> N
         accompany(tmp_path / "new", (), None, beside.loaded.plain(), lambda: False)
     with pytest.raises(ValueError, match="renew_data is missing; give training sets"):
         accompany(tmp_path / "new", (), None, beside.loaded, lambda: False)
+    with pytest.raises(ValueError, match="nowhere"):
+        accompany(tmp_path / "new", (str(tmp_path / "nowhere"),), None, beside.loaded, lambda: False)
     assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file', a file; allowed: a folder"):
+        accompany(tmp_path / "file", (), None, beside.loaded, lambda: False)
+
+
+def test_one_server_renews_in_a_folder(beside: Beside, base: Path, tmp_path: Path) -> None:
+    made = partial(accompany, tmp_path / "shared", (str(base / "set"),), None, beside.loaded, lambda: False)
+    first = made()
+    with pytest.raises(ValueError, match=rf"shared is being written by another process \(pid {os.getpid()}\)"):
+        made()
+    end = threading.Thread(target=first.stop)
+    end.start()
+    end.join()
+    made().stop()

@@ -29,6 +29,7 @@ from aquiline.models.files import write_text
 from aquiline.renew import renewal as module
 from aquiline.renew.renewal import accompany
 from aquiline.renew.settings import open_renewal
+from aquiline.renew.slices import NICENESS
 from aquiline.renew.store import read_store
 from aquiline.renew.versions import add_version, current, events, serve_version
 from tests import tiny
@@ -80,13 +81,13 @@ def learnable(base: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """What a condition gives as soon as it is true."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not come about in time"
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What a condition gives as soon as it is true; time in which a busy machine stops this process does not count."""
+    for _ in range(int(50 * seconds)):
+        if found := condition():
+            return found
         time.sleep(0.02)
-    return found
+    raise AssertionError("it did not come about in time")
 
 
 def state(process: int) -> str:
@@ -189,6 +190,7 @@ def status(folder: Path, *words: str) -> Any:
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(2400)  # a busy machine leaves the training a tenth of a core
 def test_a_server_renews_its_head_and_survives_kills(base: Path, learnable: Path, tmp_path: Path) -> None:
     folder, head = tmp_path / "renewal", learnable.parent / "untrained"
     made = {"data": (str(base / "set"),), "depth": 3, "dtype": "float32"}
@@ -200,9 +202,9 @@ def test_a_server_renews_its_head_and_survives_kills(base: Path, learnable: Path
     with served(learnable, folder, *words) as server:
         before = [server.text(question) for question in questions]
         assert server.renewal()["version"] == 0
-        until(lambda: (folder / "training" / "run" / "checkpoint.pt").exists(), 120)
+        until(lambda: (folder / "training" / "run" / "checkpoint.pt").exists(), 900)
         trainer = until(server.trainer)
-        assert os.getpriority(os.PRIO_PROCESS, trainer) == 19
+        assert os.getpriority(os.PRIO_PROCESS, trainer) >= NICENESS
         server.text("How are you?", 300)
         assert state(trainer) == "T", "a request stops it"
         until(lambda: state(trainer) in "RS")
@@ -211,7 +213,7 @@ def test_a_server_renews_its_head_and_survives_kills(base: Path, learnable: Path
     found = status(folder)
     assert found["current"] == 0 and found["training"] and found["store"]["conversations"] == 71
     with served(learnable, folder, *words) as server:
-        until(lambda: server.renewal()["version"] == 1, 240)
+        until(lambda: server.renewal()["version"] == 1, 900)
         assert [server.text(question) for question in questions] == before, "no head changes an output"
         until(lambda: server.renewal()["training"] == "idle")
         server.kill()

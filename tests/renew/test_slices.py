@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from aquiline.checkpoints.eagle.safeailab import write_head
 from aquiline.models.files import write_text
 from aquiline.renew.settings import open_renewal, read_settings
-from aquiline.renew.slices import NEWEST, ORIGINAL_SHARE, advance, train_settings
+from aquiline.renew.slices import NEWEST, NICENESS, ORIGINAL_SHARE, advance, train_settings
 from aquiline.renew.store import ConversationStore
 from aquiline.renew.versions import current, events
 from aquiline.training.data.dataset import open_training_set
@@ -69,9 +69,9 @@ def test_a_killed_run_resumes_and_a_poisoned_store_changes_no_head(
     while not (folder / "training" / "run" / "checkpoint.pt").exists():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.01)
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) >= NICENESS > 0
     group = Path(f"/proc/{process.pid}/autogroup")
-    assert not group.is_file() or not group.read_text() or group.read_text().endswith("nice 19\n")
+    assert not group.is_file() or not group.read_text() or group.read_text().endswith(f"nice {NICENESS}\n")
     process.kill()
     process.wait()
     served = current(folder)
@@ -115,3 +115,29 @@ def test_settings_outlive_a_start_and_name_their_target(folder: Path, tmp_path: 
         open_renewal(folder, tmp_path / "other", tmp_path / "head", {"data": (), "depth": 3})
     with pytest.raises(ValueError, match=r"holds no renewal; make one with"):
         read_settings(tmp_path / "nowhere")
+
+
+def test_what_no_target_said_is_left_out(folder: Path) -> None:
+    store = ConversationStore(folder / "conversations")
+    for odd in (-1, tiny.VOCAB, 2**40):
+        store.add([1, 2], [3, 4, 5, odd])
+    assert advance(folder) == "set"
+    made = [open_training_set(folder / "training" / "set", split=split) for split in ("train", "validation")]
+    assert sum(len(each) for each in made) == 70
+    for file in (folder / "conversations").iterdir():
+        file.unlink()
+    (folder / "training" / "set" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="holds no conversation of at most 2048 tokens"):
+        advance(folder)
+
+
+@pytest.mark.parametrize(
+    "change", [{"depth": "3"}, {"data": "set"}, {"data": [1]}, {"new": 1}, {"target": None}, {"train": []}]
+)
+def test_damaged_settings_are_one_error(folder: Path, change: dict[str, object]) -> None:
+    kept = json.loads((folder / "settings.json").read_text())
+    write_text(folder / "settings.json", json.dumps(kept | change))
+    with pytest.raises(
+        ValueError, match=rf"settings\.json has a wrong {next(iter(change))}; begin a renewal in another"
+    ):
+        read_settings(folder)

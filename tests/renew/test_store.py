@@ -41,13 +41,20 @@ def test_the_oldest_conversations_go_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"time":1,"prompt', b"\xff\xfe\n", b'{"time":1}\n', b'{"time":1,"prompt_length":9,"tokens":[1]}\n']
-)
+    "damage",
+    [
+        b'{"time":1,"prompt', b"\xff\xfe\n", b'{"time":1}\n', b'{"time":1,"prompt_length":9,"tokens":[1]}\n',
+        b"[" * 100_000, b'{"time":1,"prompt_length":1,"tokens":[1e999,2]}\n',
+        b'{"time":1,"prompt_length":1,"tokens":[NaN,2]}\n',
+    ],
+)  # fmt: skip
 def test_damaged_lines_are_left_out(tmp_path: Path, damage: bytes) -> None:
     store = ConversationStore(tmp_path)
     store.add([1], [2, 3, 4, 5])
     (file,) = segments(tmp_path)
     file.write_bytes(file.read_bytes() + damage)
+    (tmp_path / "0notes.jsonl").write_text("no segment")
+    (tmp_path / "00000001.jsonl").mkdir()
     assert [each.tokens for each in read_store(tmp_path)] == [(1, 2, 3, 4, 5)]
 
 

@@ -16,6 +16,7 @@ from aquiline.renew.versions import (
     conclude,
     current,
     events,
+    last_candidate,
     record,
     roll_back,
     serve_version,
@@ -129,4 +130,31 @@ def test_a_torn_event_is_left_out(tmp_path: Path) -> None:
     record(tmp_path, "swap", version=1)
     with (tmp_path / "events.jsonl").open("a") as stream:
         stream.write('{"time": 1, "ev')
+    assert [event["version"] for event in events(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("damage", ["[1]", "{}", '{"parent": "0", "created": 1, "verdict": {}}', '{"parent": 0'])
+def test_a_damaged_version_is_one_error(tmp_path: Path, head: Path, damage: str) -> None:
+    made = add_version(tmp_path, head, None)
+    shutil.copytree(made.folder, tmp_path / "versions" / "0000.bak")
+    assert versions(tmp_path) == [made], "a copy beside the versions is none"
+    (made.folder / "version.json").write_text(damage)
+    with pytest.raises(ValueError, match=r"version\.json.*remove the version's folder"):
+        current(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["{}", '{"until": "now"}', '{"until": NaN}', '{"until": 1e999}'])
+def test_a_damaged_mark_is_one_error(tmp_path: Path, damage: str) -> None:
+    assert last_candidate(tmp_path) == 0.0
+    (tmp_path / "state.json").write_text(damage)
+    with pytest.raises(ValueError, match=r"state\.json holds no time in seconds; remove it"):
+        last_candidate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["3", "{}", '{"time": NaN, "event": "swap"}', '{"time": 1}', "[" * 100_000, "\ud800"]
+)
+def test_damaged_events_are_left_out(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "events.jsonl").write_bytes(f"{damage}\n".encode("utf-8", "surrogatepass"))
+    record(tmp_path, "swap", version=1)
     assert [event["version"] for event in events(tmp_path)] == [1]

@@ -98,12 +98,14 @@ def _renewal(arguments: argparse.Namespace) -> Accompany | None:
     """Makes what --renew asks for.
 
     Raises:
-        ValueError: for --renew-data alone.
+        ValueError: for --renew-data alone, and for an empty name.
     """
     if arguments.renew is None:
         if arguments.renew_data:
             raise ValueError("--renew-data has no effect without --renew; add --renew FOLDER")
         return None
+    if not arguments.renew:
+        raise ValueError("--renew is ''; allowed: a folder, which is made if missing")
     from functools import partial
 
     from aquiline.models.files import user_path

@@ -86,9 +86,11 @@ def check_output(output: Path) -> None:
     """Rejects a name under which no file or folder can be made.
 
     Raises:
-        ValueError: for a name that is too long, a loop of links, or a path below a file.
+        ValueError: for a name that is too long, a loop of links, a device, or a path below a file.
     """
     user_path(output)
+    if output.exists() and not (output.is_file() or output.is_dir()):
+        raise ValueError(f"{output} is neither a file nor a folder, and would be replaced; name another output")
     above = next(parent for parent in output.absolute().parents if parent.exists())
     if not above.is_dir():
         raise ValueError(f"{output} cannot be made: {above} is a file; name another output")
@@ -141,7 +143,7 @@ def locked(output: Path) -> Iterator[None]:
     path = beside(output, "lock")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(str(path), timeout=0)
+        lock = FileLock(str(path), timeout=0, thread_local=False)  # another thread may release it
         try:
             lock.acquire()
         except (Timeout, RuntimeError) as error:  # a second lock in one process is a RuntimeError

@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from aquiline.engine.request import GenerationOutput
 from aquiline.loading import Loaded
+from aquiline.models.files import locked
 from aquiline.renew.settings import LEAST_TOKENS, open_renewal
 from aquiline.renew.store import ConversationStore, answer_tokens, read_store
 from aquiline.renew.versions import current, end_candidate, last_candidate, record, roll_back
@@ -34,7 +36,8 @@ QUIET = 5.0
 """Seconds without a request before training resumes."""
 
 PATIENCE = 60.0
-"""Seconds that a stopped process is kept in memory before it is killed."""
+"""Seconds that a stopped process is kept in memory before it is killed. Each kill doubles them until a stage ends: what
+the process did since its last checkpoint is lost, and quiet spells may be shorter than a stage."""
 
 RECHECK = 60.0
 """Seconds between two counts of the stored conversations."""
@@ -65,6 +68,7 @@ class Renewal:
         self._alarms = 0
         self._quiet_since = time.monotonic()
         self._paused_since: float | None = None
+        self._patience = PATIENCE
         self._process: subprocess.Popen[bytes] | None = None
         self._checked = -RECHECK
         self._kept = LEAST_TOKENS  # answer tokens since the last count, with repeated answers; earlier starts kept some
@@ -132,8 +136,9 @@ class Renewal:
         if self._paused_since is None:
             self._process.send_signal(signal.SIGSTOP)
             self._paused_since = now
-        elif now - self._paused_since > PATIENCE:
+        elif now - self._paused_since > self._patience:
             self._kill()
+            self._patience *= 2
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -148,6 +153,7 @@ class Renewal:
                 self._start_stage()
         elif process.poll() is not None:
             self._process = self._paused_since = None
+            self._patience = PATIENCE
             if process.returncode:
                 log = self.folder / "training-log.txt"
                 raise RuntimeError(f"a training process ended with {process.returncode}; see {log}")
@@ -221,7 +227,7 @@ def accompany(
         dtype: that the model was loaded in, None for its default.
 
     Raises:
-        ValueError: if no EAGLE head drafts, or acceptance is lossy.
+        ValueError: if no EAGLE head drafts, acceptance is lossy, or another server uses the folder.
     """
     head, target = loaded.head, loaded.target_path
     if head is None or target is None:
@@ -229,7 +235,10 @@ def accompany(
     if loaded.engine.lossy is not None:
         raise ValueError("renew has no effect on lossy outputs, which are not the target's; drop one of the two")
     made = {"data": data, "depth": head.drafter.policy.depth, "dtype": dtype, "device": str(loaded.target.device)}
-    open_renewal(folder, target, head.path, made)
-    renewal = Renewal(folder, loaded, busy)
-    renewal.start()
-    return Companion(renewal.keep, renewal.health, renewal.stop)
+    with ExitStack() as stack:
+        stack.enter_context(locked(folder))
+        open_renewal(folder, target, head.path, made)
+        renewal = Renewal(folder, loaded, busy)
+        stack.callback(renewal.stop)
+        renewal.start()
+        return Companion(renewal.keep, renewal.health, stack.pop_all().close)

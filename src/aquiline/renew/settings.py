@@ -11,6 +11,7 @@ from typing import Any
 from aquiline.models.files import read_json, write_text
 from aquiline.models.resolve import target_fingerprint
 from aquiline.renew.versions import add_version, serve_version, versions
+from aquiline.training.stream import open_sets
 
 LEAST_TOKENS = 30_000
 """Answer tokens of new conversations that are worth a training."""
@@ -42,15 +43,25 @@ class RenewSettings:
     train: Mapping[str, Any] = field(default_factory=dict)
 
 
+_KINDS: Mapping[str, Any] = {
+    "target": str, "fingerprint": str, "data": list, "depth": int, "dtype": str | None, "device": str, "train": dict,
+}  # fmt: skip
+"""Setting → its kind in JSON."""
+
+
 def read_settings(folder: Path) -> RenewSettings:
     """Reads the settings of a renewal.
 
     Raises:
-        ValueError: if the folder holds none.
+        ValueError: if the folder holds none, or damaged ones.
     """
-    if not (folder / "settings.json").is_file():
+    file, remedy = folder / "settings.json", "begin a renewal in another folder"
+    if not file.is_file():
         raise ValueError(f"{folder} holds no renewal; make one with `aquiline serve --renew {folder} --renew-data SET`")
-    found = read_json(folder / "settings.json", "begin a renewal in another folder")
+    found = read_json(file, remedy)
+    wrong = [name for name in _KINDS.keys() | found if not isinstance(found.get(name), _KINDS.get(name, ()))]
+    if wrong or not all(isinstance(path, str) for path in found["data"]):
+        raise ValueError(f"{file} has a wrong {', '.join(sorted(wrong)) or 'data'}; {remedy}")
     return RenewSettings(**{**found, "data": tuple(found["data"])})
 
 
@@ -63,8 +74,11 @@ def open_renewal(folder: Path, target: Path, head: Path, settings: Mapping[str, 
         settings: further fields of `RenewSettings`; empty `data` keeps the sets of an earlier start.
 
     Raises:
-        ValueError: if the folder renews the head of another target, or the original data is not known.
+        ValueError: if the folder is a file or renews the head of another target, or the original data is not known,
+            damaged, empty or of another tokenizer.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"renew is {str(folder)!r}, a file; allowed: a folder, which is made if missing")
     fingerprint, before = target_fingerprint(target), None
     if (folder / "settings.json").is_file():
         before = read_settings(folder)
@@ -78,6 +92,7 @@ def open_renewal(folder: Path, target: Path, head: Path, settings: Mapping[str, 
         )
     if not head.is_dir():
         raise ValueError(f"{head} is a file; allowed: a head's folder, which a version can copy")
+    open_sets(target, data, data)  # a training hours later is too late to find a set missing
     kept = {"train": before.train} if before else {}
     made = RenewSettings(str(target.resolve()), fingerprint, **{**kept, **settings, "data": data})
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -52,6 +52,10 @@ EPOCHS = 2
 RATE = 0.25
 """Factor on the learning rates of a new head: a trained one needs small steps."""
 
+NICENESS = 10
+"""A tenth of a core that another process wants, too. 19 is a seventieth, with which no candidate is ever finished on a
+busy machine; requests stop the process anyway."""
+
 
 def advance(folder: Path) -> str:
     """Does the next stage of the candidate; returns its name."""
@@ -97,9 +101,16 @@ def average(served: Path, trained: Path, candidate: Path, target: TargetShape) -
 
 
 def write_set(folder: Path, settings: RenewSettings) -> None:
-    """Writes the stored conversations as a training set; the newest are its validation split."""
-    served = current(folder)
-    found = [each for each in read_store(folder / "conversations") if len(each.tokens) <= LONGEST]
+    """Writes the stored conversations as a training set; the newest are its validation split.
+
+    Raises:
+        ValueError: if the store holds no conversation of the target's tokens that is short enough.
+    """
+    served, size = current(folder), target_shape(settings.target).vocab_size
+    stored = [each for each in read_store(folder / "conversations") if len(each.tokens) <= LONGEST]
+    found = [each for each in stored if min(each.tokens) >= 0 and max(each.tokens) < size]
+    if not found:
+        raise ValueError(f"{folder / 'conversations'} holds no conversation of at most {LONGEST} tokens below {size}")
     assert served is not None, "a renewal begins with a version"
     held = min(int(len(found) * HELD_OUT), MOST_HELD_OUT)
     splits = {"train": _newest(found[: len(found) - held]), "validation": found[len(found) - held :]}
@@ -173,13 +184,13 @@ def train_settings(folder: Path, settings: RenewSettings) -> TrainSettings:
 
 
 def lower_priority() -> None:
-    """Takes the lowest priority and one thread; on Linux, ends with the server that started it."""
-    os.nice(19)
+    """Takes a low priority and one thread; on Linux, ends with the server that started it."""
+    os.nice(NICENESS)
     torch.set_num_threads(1)
     if sys.platform == "linux":
         with suppress(OSError):  # not every kernel groups sessions
             # Niceness counts within a session alone; this lowers the session against all others.
-            Path("/proc/self/autogroup").write_text("19")
+            Path("/proc/self/autogroup").write_text(str(NICENESS))
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -100,8 +101,8 @@ class ConversationStore:
 
 
 def segments(folder: Path) -> list[Path]:
-    """The files of a store, oldest first."""
-    return sorted(folder.glob("[0-9]*.jsonl"))
+    """The files of a store, oldest first; others beside them are left alone."""
+    return sorted(file for file in folder.glob("*.jsonl") if re.fullmatch("[0-9]{8}", file.stem) and file.is_file())
 
 
 def read_store(folder: Path) -> list[Conversation]:
@@ -113,8 +114,8 @@ def read_store(folder: Path) -> list[Conversation]:
                 entry = json.loads(line)
                 tokens, length = tuple(int(token) for token in entry["tokens"]), int(entry["prompt_length"])
                 each = Conversation(tokens, length, float(entry["time"]))
-            except (ValueError, KeyError, TypeError):
-                continue  # cut by a kill or a full disk
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                continue  # cut by a kill or a full disk, or damaged
             if 0 < length < len(tokens):
                 found.setdefault(tokens, each)
     return list(found.values())

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from aquiline.models.files import filling, read_json, write_text
 
@@ -42,13 +43,26 @@ class Version:
 
 
 def versions(folder: Path) -> list[Version]:
-    """All whole versions, oldest first."""
-    found = []
-    for config in sorted((folder / "versions").glob("[0-9]*/config.json")):
-        facts = read_json(config.with_name("version.json"), "remove the version's folder")
-        place = config.parent
-        found.append(Version(int(place.name), place, facts["parent"], facts["created"], facts["verdict"]))
-    return found
+    """All whole versions, oldest first; other folders beside them are left alone.
+
+    Raises:
+        ValueError: if a version.json is damaged.
+    """
+    places = sorted(config.parent for config in (folder / "versions").glob("*/config.json"))
+    return [_version(place) for place in places if re.fullmatch("[0-9]{4,9}", place.name)]
+
+
+def _version(place: Path) -> Version:
+    facts = read_json(place / "version.json", "remove the version's folder")
+    parent, created, verdict = (facts.get(name) for name in ("parent", "created", "verdict"))
+    if not (isinstance(parent, int | None) and _is_time(created) and isinstance(verdict, dict)):
+        raise ValueError(f"{place / 'version.json'} holds no parent, time and verdict; remove the version's folder")
+    return Version(int(place.name), place, parent, created, verdict)
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    """Whether a file's value can be seconds since the epoch."""
+    return isinstance(value, int | float) and 0 <= value < 1e11
 
 
 def add_version(folder: Path, head: Path, parent: int | None, verdict: Mapping[str, Any] | None = None) -> Version:
@@ -136,7 +150,10 @@ def end_candidate(folder: Path) -> None:
 def last_candidate(folder: Path) -> float:
     """When the last candidate ended, in seconds since the epoch; 0 if there was none."""
     mark = folder / "state.json"
-    return float(read_json(mark, "remove it")["until"]) if mark.is_file() else 0.0
+    until = read_json(mark, "remove it").get("until") if mark.is_file() else 0.0
+    if not _is_time(until):
+        raise ValueError(f"{mark} holds no time in seconds; remove it")
+    return until
 
 
 def record(folder: Path, event: str, **facts: Any) -> None:
@@ -147,11 +164,13 @@ def record(folder: Path, event: str, **facts: Any) -> None:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """The recorded events, oldest first; a line that a kill cut is left out."""
+    """The recorded events, oldest first; damaged lines, such as one that a kill cut, are left out."""
     file, found = folder / "events.jsonl", []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ():
         try:
-            found.append(json.loads(line))
-        except ValueError:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(event, dict) and isinstance(event.get("event"), str) and _is_time(event.get("time")):
+            found.append(event)
     return found
