@@ -13,13 +13,14 @@ from aquiline.bench.measure import Case, measure
 from aquiline.bench.methods import Bed, Method
 from aquiline.bench.recorder import Recorder
 from aquiline.check.card import Promise, promises
-from aquiline.check.diagnosis import ERROR, _compare
+from aquiline.check.diagnosis import ERROR, LEAST, _compare
 from aquiline.check.findings import acceptance_findings
 from aquiline.check.forced import Answer, Forced, capture, forced_chains
 from aquiline.check.intervals import Rate
 from aquiline.check.readings import Reading, as_stored, features_of, usual_mistakes
 from aquiline.check.report import Steps
 from aquiline.check.run import engine_chains
+from aquiline.check.template import behind_prompts
 from aquiline.checkpoints.eagle.stored import StoredHead, stored_from_head
 from aquiline.drafters.eagle import EagleDrafter
 from aquiline.drafters.trees import Chain
@@ -105,6 +106,8 @@ def test_readings_differ_from_the_files_and_from_each_other() -> None:
     assert len(set(names)) == len(names) and all(reading.remedy for reading in found)
     assert [r.features for r in found if r.name.startswith("features one layer")] == [(3, 4, 5), (1, 2, 3)]
     assert not any(name == "rotary base 10000" for name in names), "that is how it is read"
+    ropes = [r.name for r in usual_mistakes(base.stored, target, Path("none"), None, 500.0) if "rotary" in r.name]
+    assert ropes == ["rotary base 500"], "the target's base, if the files say another"
     answers = answers_of(base, *found)
     usual = forced_chains(base, answers, target, 2)
     for reading in found:
@@ -140,7 +143,17 @@ def test_cards_are_read(tmp_path: Path) -> None:
     assert promises(tmp_path) == []
     (tmp_path / "README.md").write_text(
         "# A head\n\n| data | positions | 0-α | 1-α | τ |\n|---|---|---|---|---|\n"
-        "| chats | 9,027 | 0.658 | 0.698 | 2.9 |\n"
+        "| chats | 9,027 | 0.658 | 0.698 | 2.9 |\n| no shares | 1 | 1.658 | 1.698 | 2.9 |\n"
         "\n| stage | 0-α |\n|---|---|\n| first | 0.4 |\n\n0-α of 0.9 in a text\n"
     )
     assert promises(tmp_path) == [Promise("chats", (0.658, 0.698))]
+
+
+def test_a_template_is_judged_with_enough_answers_of_an_eagle3_head() -> None:
+    target = tiny.decoder("llama")
+    for kind, count, judged in (("eagle3", LEAST, True), ("eagle3", LEAST - 1, False), ("eagle", LEAST, False)):
+        base = as_stored(stored(kind))
+        said = (answers_of(base) * 4)[:LEAST]
+        prompts = {number: [1, 2, 3] for number in range(count)}
+        found = behind_prompts(prompts, base, said, forced_chains(base, said, target, 2), target)
+        assert (found.gain is not None) == judged and (judged or not found.clear)

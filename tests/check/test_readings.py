@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from torch import Tensor
 
 import aquiline
 from aquiline.check.diagnosis import Diagnosis, diagnose
-from aquiline.check.forced import Answer, capture
+from aquiline.check.forced import Answer, capture, forced_chains
 from aquiline.check.readings import Reading, as_stored, usual_mistakes
+from aquiline.check.template import behind_prompts
 from aquiline.checkpoints.open import SHIPPED, open_head, stored_eagle
+from aquiline.engine.text import encode_prompt
 from aquiline.loading import Loaded
 from tests.prompts import PROMPTS
 
@@ -202,3 +205,31 @@ def test_shipped_heads_are_not_accused(loaded: Loaded, answers: list[Answer], na
     found = diagnose(base, readings, answers, loaded.target)
     assert found.named is None and len(found.compared) >= 10
     assert found.accepted > 0.4
+
+
+TEMPLATES = {
+    "no system prompt": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "contents alone": "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+    "[INST]": "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["no system prompt", *(pytest.param(n, marks=pytest.mark.verify) for n in ("contents alone", "[INST]"))]
+)
+def test_a_head_is_told_from_its_template(loaded: Loaded, name: str) -> None:
+    """The head's template is the one of its training, or the target's is."""
+    base = as_stored(stored_eagle(open_head(EAGLE3, loaded.target.shape)))
+    other = copy.copy(loaded.tokenizer)
+    other.chat_template = TEMPLATES[name]
+    found = []
+    for target, own in ((other, loaded.tokenizer), (loaded.tokenizer, other)):
+        prompts = [encode_prompt(target, text) for text in PROMPTS[:12]]
+        outputs = loaded.generate(prompts, max_new_tokens=16, temperature=0, ignore_eos=True)
+        texts = [(o.prompt_tokens + o.token_ids, len(o.prompt_tokens)) for o in outputs]
+        said = [capture(loaded.target, text, length, NAMES) for text, length in texts]
+        forced = forced_chains(base, said, loaded.target, 2)
+        renewed = {number: encode_prompt(own, text) for number, text in enumerate(PROMPTS[:12])}
+        found.append(behind_prompts(renewed, base, said, forced, loaded.target))
+    assert [each.clear for each in found] == [True, False], found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = write_target(folder / "target", eos_token_id=None)
     write_eagle(folder / "head", "eagle3", target)
     write_eagle(folder / "other", "eagle3")
+    os.mkfifo(folder / "pipe")
     (folder / "prompts.txt").write_text("\n".join(f"Question {n}: why {'x' * n}?" for n in range(12)))
     return folder
 
@@ -86,7 +88,11 @@ REFUSED = {
     "too high": (("--alpha", "1.5"), ("--alpha is", "0 … 1")),
     "picture of nothing": (("--lossless", "--output", "x.html"), ("--output", "--lossless")),
     "no folder": (("head", "--output", "none/x.html"), ("--output is 'none/x.html'", "a folder that exists")),
+    "a page over a folder": (("head", "--output", "target"), ("--output is 'target'", "a file in a folder")),
+    "a page over a pipe": (("head", "--output", "pipe"), ("pipe is neither a file nor a folder", "another output")),
     "depth": (("head", "--depth", "1"), ("--depth is 1", "≥ 2")),
+    "endless chains": (("head", "--depth", "1000000"), ("chain depth 1000000", "lower depth")),
+    "more shares than depths": (("--alpha", ",".join([".5"] * 9)), ("9 shares", "at most 8")),
     "no such head": (("nosuch",), ("unknown draft head 'nosuch'",)),
     "no such prompts": (("head", "none.txt"), ("none.txt is neither",)),
     "plain": (("none", "--lossless"), ("head is 'none'",)),
@@ -98,6 +104,29 @@ def test_bad_input(check: Any, case: str) -> None:
     words, parts = REFUSED[case]
     result = check(*words)
     assert result.code == 2 and all(part in result.error for part in parts), result.err
+
+
+def test_damaged_files_in_a_heads_folder(check: Any, base: Path) -> None:
+    odd = shutil.copytree(base / "head", base / "damaged")
+    few = ("--num-prompts", 1, "--max-new-tokens", 3, "--dtype", "float64", "--quiet")
+    document = json.loads((base / "target" / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    document["model"]["vocab"] = {token: number - 300 for token, number in vocabulary.items()}
+    (odd / "tokenizer.json").write_text(json.dumps(document))
+    assert check(odd, "prompts.txt", *few).out.endswith("check passed\n"), "no token has an id below 0"
+    (odd / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    assert "chat_template.jinja is not UTF-8" in check(odd, "prompts.txt", *few).error
+    (odd / "chat_template.jinja").unlink()
+    (odd / "tokenizer_config.json").write_text("[1]")
+    assert "tokenizer_config.json holds a list, expected an object" in check(odd, "prompts.txt", *few).error
+
+
+def test_a_setting_without_effect_is_said(check: Any) -> None:
+    words = ("--num-prompts", 1, "--max-new-tokens", 3, "--dtype", "float64")
+    assert "--seed has no effect without --lossless" in check("head", "prompts.txt", "--seed", 1, *words).err
+    assert (
+        "--depth has no effect with --lossless" in check("head", "prompts.txt", "--lossless", "--depth", 3, *words).err
+    )
 
 
 def test_answers_of_one_token_have_no_chains(check: Any, base: Path) -> None:

@@ -43,6 +43,6 @@ def promises(head: Path) -> list[Promise]:
 def _numbers(cells: list[str], columns: list[int]) -> Iterator[float]:
     """The shares in some columns, up to the first that is none."""
     for column in columns:
-        if column >= len(cells) or not re.fullmatch(r"[01]?\.\d+", cells[column]):
+        if column >= len(cells) or not re.fullmatch(r"0?\.\d+|1\.0*", cells[column]):
             return
         yield float(cells[column])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 from aquiline.bench.methods import Bed
 from aquiline.check.card import Promise
@@ -12,9 +10,8 @@ from aquiline.check.diagnosis import DEPTHS, ERROR, LEAST, Diagnosis
 from aquiline.check.intervals import Rate
 from aquiline.check.readings import moved_tokens
 from aquiline.check.report import Finding, Steps
+from aquiline.check.template import OtherTemplate
 from aquiline.checkpoints.open import Head, trained_for
-from aquiline.engine.template import apply_template
-from aquiline.models.files import read_json
 
 USELESS = 0.1
 """A head whose 0-α surely lies below this drafts nothing worth a forward."""
@@ -71,6 +68,24 @@ def acceptance_findings(forced: Sequence[Rate], steps: Steps, promises: Sequence
         )
 
 
+def template_findings(other: OtherTemplate | None) -> Iterator[Finding]:
+    """The chat template in the head's folder, if it renders prompts unlike the target's."""
+    remedy = "put it into the target's folder as chat_template.jinja"
+    if other is not None and other.gain is not None and other.clear:
+        yield Finding(
+            True,
+            "the head was trained with the chat template in its folder, not with the target's: behind prompts of the "
+            f"head's template, the overlap with the target's distributions on the same answers grows by {other.gain} "
+            f"(chance {other.chance:.2g}, named below {ERROR:g}); {remedy}",
+        )
+    elif other is not None:
+        yield Finding(
+            False,
+            "the chat template in the head's folder renders prompts unlike the target's; if the head was trained with "
+            f"it, {remedy}",
+        )
+
+
 def other_findings(head: Head, bed: Bed, parted: int, answers: int) -> Iterator[Finding]:
     """Facts about the files that explain low acceptance, and answers that the engine did not repeat."""
     if bed.path is not None and trained_for(head, bed.path) is False:
@@ -86,12 +101,6 @@ def other_findings(head: Head, bed: Bed, parted: int, answers: int) -> Iterator[
             f"the tokenizer in the head's folder gives {len(moved)} tokens other ids than the target's, such as {own} "
             f"in place of {target}",
         )
-    if _other_template(head.path, bed.tokenizer):
-        text = (
-            "the chat template in the head's folder renders prompts unlike the target's; if the head was trained with "
-            "it, put it into the target's folder as chat_template.jinja"
-        )
-        yield Finding(False, text)
     if parted:
         yield Finding(
             False,
@@ -99,19 +108,3 @@ def other_findings(head: Head, bed: Bed, parted: int, answers: int) -> Iterator[
             "judges them",
         )
     yield from (Finding(False, note) for note in head.report.notes)
-
-
-def _other_template(head: Path, tokenizer: Any) -> bool:
-    """True if a chat template in the head's folder renders a turn unlike the target's, or not at all."""
-    template, settings = None, head / "tokenizer_config.json"
-    if (head / "chat_template.jinja").is_file():
-        template = (head / "chat_template.jinja").read_text(encoding="utf-8")
-    elif settings.is_file():
-        template = read_json(settings).get("chat_template")
-    if not isinstance(template, str) or not getattr(tokenizer, "chat_template", None):
-        return False
-    turn = [{"role": "user", "content": "Why is the sky blue?"}]
-    try:
-        return apply_template(tokenizer, turn) != apply_template(tokenizer, turn, template=template)
-    except ValueError:
-        return True

@@ -153,7 +153,7 @@ def moved_tokens(head: Path, folder: Path | None) -> dict[int, int]:
     if mine is None or theirs is None:
         return {}
     ids = {token: i for i, token in theirs.items()}
-    return {i: ids[token] for i, token in mine.items() if ids.get(token, i) != i}
+    return {i: ids[token] for i, token in mine.items() if min(i, ids.get(token, i)) >= 0 and ids.get(token, i) != i}
 
 
 def _switches(base: Reading) -> Iterator[Reading]:
@@ -172,9 +172,10 @@ def _switches(base: Reading) -> Iterator[Reading]:
 
 
 def _ropes(base: Reading, theta: float | None) -> Iterator[Reading]:
+    """The target's base, if the files say another; else all common ones. Answers hardly tell wrong bases apart."""
     config = base.stored.config
     rope = config.layer.rope
-    for value in dict.fromkeys((*ROPE_BASES, *(() if theta is None else (theta,)))):
+    for value in ROPE_BASES if theta in (None, rope.theta) else (theta,):
         if value != rope.theta:
             layer = replace(config.layer, rope=replace(rope, theta=value))
             remedy = f'write "rope_theta": {value:g} in config.json'

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,14 @@ from aquiline.bench.settings import BenchSettings
 from aquiline.bench.tasks import load_questions, spread
 from aquiline.check.card import promises
 from aquiline.check.diagnosis import LEAST, Diagnosis, diagnose
-from aquiline.check.findings import acceptance_findings, other_findings, reading_findings
+from aquiline.check.findings import acceptance_findings, other_findings, reading_findings, template_findings
 from aquiline.check.forced import Answer, Forced, Ints, capture, forced_chains
-from aquiline.check.forecast import StepCosts, forecast, measure_costs, resampled
+from aquiline.check.forecast import LONGEST, StepCosts, forecast, measure_costs, resampled
 from aquiline.check.intervals import alphas, sign_test
 from aquiline.check.readings import as_stored, features_of, usual_mistakes
 from aquiline.check.report import CheckReport, Steps
 from aquiline.check.settings import CheckSettings
+from aquiline.check.template import OtherTemplate, behind_prompts, other_template
 from aquiline.checkpoints.open import Head, open_head, stored_eagle
 from aquiline.drafters.drafter import Drafter
 from aquiline.drafters.eagle import EagleDrafter
@@ -79,19 +81,20 @@ def check(settings: CheckSettings, bed: Bed | None = None, advance: Advance = la
         advance: told about the progress.
 
     Raises:
-        ValueError: neither a head nor an acceptance, a head that does not fit or is no EAGLE head, or no prompt
-            that fits the context.
+        ValueError: neither a head nor an acceptance, a head that does not fit or is no EAGLE head, chains that are
+            too long for the engine, or no prompt that fits the context.
     """
     if settings.head is None and not settings.alpha:
         raise ValueError("nothing to check; give a head, --alpha to forecast without one, or --lossless")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    chain = Chain(settings.depth)  # a length that no engine drafts is an error before anything is measured
     bed = bed or open_bed(BenchSettings(target=settings.target, dtype=settings.dtype, device=settings.device))
     cases = prompt_cases(settings, bed)
     if settings.head is None:
-        return _assumed(settings, bed, cases)
+        return _assumed(settings, bed, cases, chain)
     head = open_head(settings.head, bed.target.shape)
-    stored = stored_eagle(head)
+    template, stored = other_template(head.path, bed.tokenizer), stored_eagle(head)
     base = as_stored(stored)
     others = usual_mistakes(stored, bed.target, head.path, bed.path, _theta(bed.path))
     outputs = plain_outputs(bed, cases, advance)
@@ -101,12 +104,26 @@ def check(settings: CheckSettings, bed: Bed | None = None, advance: Advance = la
         answers.append(capture(bed.target, text, len(case.prompts[0]), features_of([base, *others])))
         advance("features", number + 1, len(cases))
     forced = forced_chains(base, answers, bed.target, settings.depth)
-    run = _run_engine(settings, bed, head, cases, answers, forced, advance)
+    run = _run_engine(chain, bed, head, cases, answers, forced, advance)
     diagnosis = None
     if sum(answer.starts > 0 for answer in answers) >= LEAST:
         diagnosis = diagnose(base, others, answers, bed.target, lambda n: advance("readings", n, len(others)))
+    prompts = None if template is None else _reprompted(settings, bed, template, cases)
+    other = None if prompts is None else behind_prompts(prompts, base, answers, forced, bed.target)
     costs = measure_costs(bed, lambda chain: _drafter(head, bed, chain), cases[:TIMED], run.records)
-    return _report(settings, bed, head, forced, run, costs, diagnosis)
+    return _report(settings, bed, head, forced, run, costs, diagnosis, other)
+
+
+def _reprompted(settings: CheckSettings, bed: Bed, template: str, cases: Sequence[Case]) -> dict[int, Sequence[int]]:
+    """Index of a case → its prompt under another chat template; none if the template fails."""
+    tokenizer = copy(bed.tokenizer)
+    tokenizer.chat_template = template
+    try:
+        again = prompt_cases(settings, replace(bed, tokenizer=tokenizer))
+    except ValueError:
+        return {}
+    prompts = {case.key: case.prompts[0] for case in again}
+    return {number: prompts[case.key] for number, case in enumerate(cases) if case.key in prompts}
 
 
 def prompt_cases(settings: CheckSettings, bed: Bed) -> list[Case]:
@@ -159,10 +176,10 @@ def _drafter(head: Head, bed: Bed, chain: Chain) -> Drafter:
 
 
 def _run_engine(
-    settings: CheckSettings, bed: Bed, head: Head, cases: Sequence[Case], answers: Sequence[Answer],
+    chain: Chain, bed: Bed, head: Head, cases: Sequence[Case], answers: Sequence[Answer],
     forced: Sequence[Forced], advance: Advance,
 ) -> EngineRun:  # fmt: skip
-    drafter = _drafter(head, bed, Chain(settings.depth))
+    drafter = _drafter(head, bed, chain)
     records, columns, parted = [], list[tuple[Ints, ...]](), 0
     for number, (case, answer, chains) in enumerate(zip(cases, answers, forced, strict=True)):
         recorder = Recorder(drafter)
@@ -209,7 +226,7 @@ def engine_chains(
 
 def _report(
     settings: CheckSettings, bed: Bed, head: Head, forced: Sequence[Forced], run: EngineRun, costs: StepCosts,
-    diagnosis: Diagnosis | None,
+    diagnosis: Diagnosis | None, other: OtherTemplate | None,
 ) -> CheckReport:  # fmt: skip
     mine, theirs = np.concatenate(run.accepted), np.concatenate(run.forced[0])
     fewer, more = int((mine < theirs).sum()), int((mine > theirs).sum())
@@ -225,6 +242,7 @@ def _report(
     findings = [
         *reading_findings(diagnosis),
         *acceptance_findings(forced_alphas, steps, promised),
+        *template_findings(other),
         *other_findings(head, bed, run.parted, len(run.records)),
     ]
     return CheckReport(
@@ -243,15 +261,17 @@ def _report(
     )
 
 
-def _assumed(settings: CheckSettings, bed: Bed, cases: Sequence[Case]) -> CheckReport:
+def _assumed(settings: CheckSettings, bed: Bed, cases: Sequence[Case], chain: Chain) -> CheckReport:
     """Forecasts from assumed acceptance, with the costs of an untrained EAGLE-3 head of the usual sizes."""
+    if len(settings.alpha) > LONGEST:
+        raise ValueError(f"alpha has {len(settings.alpha)} shares; allowed: at most {LONGEST}, the longest forecast")
     head, half = _untrained(bed), bed.target.dtype == torch.bfloat16
 
     def make(chain: Chain) -> Drafter:
         return EagleDrafter(head, bed.target, chain, packed=True, form="int8" if half else None)
 
     timed = cases[:TIMED]
-    long = [measure(bed, Method("long", make(Chain(settings.depth)), ""), case) for case in timed]
+    long = [measure(bed, Method("long", make(chain), ""), case) for case in timed]
     forecasts = forecast(settings.alpha, measure_costs(bed, make, timed, long))
     return CheckReport(None, bed.name, 0, (), (), (), (), None, None, forecasts, None, ())
 

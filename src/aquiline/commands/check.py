@@ -72,16 +72,20 @@ def _lossless(arguments: argparse.Namespace, settings: CheckSettings) -> int:
 
 def _settings(arguments: argparse.Namespace) -> CheckSettings:
     from aquiline.check.settings import CheckSettings
+    from aquiline.models.files import check_output
 
-    if arguments.output is not None and not Path(arguments.output).expanduser().parent.is_dir():
-        raise ValueError(f"--output is {arguments.output!r}; allowed: a file in a folder that exists; make the folder")
+    if arguments.output is not None:
+        output = Path(arguments.output).expanduser()
+        check_output(output)
+        if output.is_dir() or not output.parent.is_dir():
+            raise ValueError(f"--output is {arguments.output!r}; allowed: a file in a folder that exists")
     given: dict[str, Any] = {"alpha": _alphas(arguments.alpha)} if arguments.alpha is not None else {}
     if given and arguments.head is not None:
         raise ValueError("--alpha forecasts without a head, and a head was given; leave one out")
-    if not arguments.lossless:
-        for name in ("temperature", "seed"):
-            if getattr(arguments, name) is not None:
-                logger.warning("--%s has no effect without --lossless", name)
+    idle, where = (("depth",), "with") if arguments.lossless else (("temperature", "seed"), "without")
+    for name in idle:
+        if getattr(arguments, name) is not None:
+            logger.warning("--%s has no effect %s --lossless", name, where)
     chosen = given_settings(arguments, CheckSettings) | given
     return CheckSettings(**((_LOSSLESS if arguments.lossless else {}) | chosen))
 
