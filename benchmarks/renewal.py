@@ -5,9 +5,13 @@
 Of the questions of `SERVED`, every other one is served: as often as `--answers` says, once greedily and else at
 temperature 0.7. The head is renewed from these conversations by the code that the server runs. The questions that were
 not served, and those of `KEPT`, are measured with both heads: acceptance of teacher-forced chains on plain decoding's
-answers, and tokens per CPU second of one thread with chains, by turns on every question, so that other work on the
-machine counts little. Each answer is compared with plain decoding's. A second renewal, whose store holds random
-tokens, must not change the head.
+answers, and forwards of the target and CPU seconds of one thread with chains, by turns on every question. Each answer
+is compared with plain decoding's. A second renewal, whose store holds random tokens, must not change the head.
+
+The gain in speed has three estimates. Both heads have the same sizes, draft chains of one length and emit the same
+tokens, so a forward costs the same with either, and tokens/s grow as tokens per forward do: forwards are counted, not
+timed, so nothing but the choice of questions is left to chance. The gate's forecast counts a chain below every token,
+not only where the engine's chains happen to begin. Tokens per CPU second assume nothing, and carry the noise of timing.
 
 `--stage` runs one part; each continues where it was stopped. Without `--questions`, the embedded questions are used:
 too few to prove anything.
@@ -38,6 +42,7 @@ from aquiline.checkpoints.open import open_head, stored_eagle
 from aquiline.drafters.trees import Chain
 from aquiline.engine.text import encode_prompt
 from aquiline.loading import Loaded
+from aquiline.renew.gate import Chains, gain
 from aquiline.renew.settings import open_renewal, read_settings
 from aquiline.renew.slices import advance, train_settings
 from aquiline.renew.store import ConversationStore, read_store
@@ -49,6 +54,9 @@ SERVED, KEPT = ("translation", "sum"), ("mt_bench",)
 DEPTH = 4
 """Length of the chains; the server's longest."""
 
+TOKENS, STEPS, SECONDS = 0, 1, 2
+"""Places in the counts of a measured answer."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,6 +67,7 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, help="folder of question files (default: the embedded ones)")
     parser.add_argument("--answers", type=int, default=2, help="answers to each served question (default: 2)")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer (default: 128)")
+    parser.add_argument("--positions", type=int, help="positions of the training (default: the server's recipe)")
     parser.add_argument(
         "--workers", type=int, default=1, help="threads of the training, which do not change its result (default: 1)"
     )
@@ -103,7 +112,10 @@ def serve(options: argparse.Namespace) -> None:
 def begin(loaded: Loaded, folder: Path, options: argparse.Namespace) -> None:
     """Begins a renewal, as the server does."""
     assert loaded.head is not None and loaded.target_path is not None
-    made = {"data": tuple(options.data), "depth": DEPTH, "train": {"workers": options.workers}}
+    recipe = {"workers": options.workers}
+    if options.positions is not None:
+        recipe |= {"total_positions": options.positions, "warmup_positions": options.positions // 20}
+    made = {"data": tuple(options.data), "depth": DEPTH, "train": recipe}
     open_renewal(folder, loaded.target_path, loaded.head.path, made)
 
 
@@ -170,19 +182,21 @@ def measure(options: argparse.Namespace) -> None:
         if key in done:
             continue
         found = {name: timed(drafts[name], question, options.tokens) for name in names[:: 1 - number % 2 * 2]}
-        speeds = {name: [tokens, seconds] for name, (_, tokens, seconds) in found.items()}
-        equal = [name for name, (output, _, _) in found.items() if output == answers[key]]
+        speeds = {name: counts for name, (_, *counts) in found.items()}
+        equal = [name for name, (output, *_) in found.items() if output == answers[key]]
         add(file, question, {"speeds": speeds, "equal": equal})
 
 
-def timed(loaded: Loaded, question: Question, tokens: int) -> tuple[list[int], int, float]:
-    """The output, its tokens after the first step, and the CPU seconds that they took."""
-    output, first, began = list[int](), 0, 0.0
+def timed(loaded: Loaded, question: Question, tokens: int) -> tuple[list[int], int, int, float]:
+    """The output, its tokens after the prompt's forward, and the forwards and CPU seconds that they took."""
+    output, steps, first, began = list[int](), 0, 0, 0.0
     for event in loaded.stream(asked_of(question), max_new_tokens=tokens, temperature=0.0):
         output += event.token_ids
         if not first:
             first, began = len(output), time.process_time()
-    return output, len(output) - first, time.process_time() - began
+        if event.output is not None:
+            steps = event.output.stats.steps
+    return output, len(output) - first, steps, time.process_time() - began
 
 
 def both(options: argparse.Namespace) -> list[Path]:
@@ -225,6 +239,7 @@ def report(options: argparse.Namespace) -> None:
         for task in (*SERVED, *KEPT)
     }
     recipe = json.loads((folder / "recipe.json").read_text())
+    served = ([row for row in found if row["question"][0] in SERVED] for found in (accepted, speeds))
     result = {
         "environment": environment(bed),
         "served": {
@@ -242,13 +257,15 @@ def report(options: argparse.Namespace) -> None:
         "card": (versions(folder)[-1].folder / "README.md").read_text(encoding="utf-8"),
         "poisoned": [shown(event) for event in events(options.work / "poisoned")],
         "tasks": tasks,
+        "served_tasks": gains(*served),
     }
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     if options.picture is not None:
         draw(result, options.picture)
     for task, each in tasks.items():
-        print(task, json.dumps(each["alphas"]), json.dumps(each["speeds"]), f"{each['equal']} of {each['outputs']}")
+        print(task, json.dumps(each["alphas"]), json.dumps(each["gains"]), f"{each['equal']} of {each['outputs']}")
+    print(*SERVED, json.dumps(result["served_tasks"]))
 
 
 def draw(result: dict[str, Any], picture: Path) -> None:
@@ -278,39 +295,52 @@ def shown(event: dict[str, Any]) -> dict[str, Any]:
 
 def summary(accepted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Acceptance and speeds of both heads over questions."""
-    judged = [row for row in accepted if row["chains"]]
-    counts = [
-        ([np.array(row["chains"][i][0]) for row in judged], [np.array(row["chains"][i][1]) for row in judged])
-        for i in range(2)
-    ]
-    first = [[int((a > 0).sum()) for a in accepted] for accepted, _ in counts]
-    gains = [new - old for old, new in zip(*first, strict=True)]
-    gain = difference(gains, [len(row["chains"][0][0]) for row in judged])
+    counts = chains_of(accepted)
+    first = [[int((a > 0).sum()) for a in head] for head, _ in counts]
+    more = [new - old for old, new in zip(*first, strict=True)]
     return {
         "questions": {"acceptance": len(accepted), "speed": len(found)},
         "alphas": {name: [asdict(r) for r in alphas(*c)] for name, c in zip(("old", "new"), counts, strict=True)},
-        "gain_of_0_alpha": asdict(gain),
-        "speeds": {name: speed_of(found, name) for name in found[0]["speeds"]},
-        "gain": ratio_of(found, "old", "new"),
+        "gain_of_0_alpha": asdict(difference(more, [len(each) for each in counts[0][0]])),
+        "tokens_per_step": {name: per(found, name, TOKENS, STEPS) for name in ("old", "new")},
+        "tokens_per_cpu_second": {name: per(found, name, TOKENS, SECONDS) for name in ("old", "new")},
+        "gains": gains(accepted, found),
         "outputs": sum(len(row["speeds"]) for row in found),
         "equal": sum(len(row["equal"]) for row in found),
     }
 
 
-def speed_of(found: Sequence[dict[str, Any]], name: str) -> float:
-    """Tokens per CPU second of decoding over all questions."""
+def chains_of(accepted: Sequence[dict[str, Any]]) -> list[Chains]:
+    """Accepted and judged drafts by question: of the old head, and of the new one."""
+    judged = [row["chains"] for row in accepted if row["chains"]]
+    return [([np.array(row[i][0]) for row in judged], [np.array(row[i][1]) for row in judged]) for i in range(2)]
+
+
+def gains(accepted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """New over old, less 1, with the ends of its 95 % interval, for which questions are drawn with replacement."""
+    forecast = gain(*chains_of(accepted), DEPTH)
+    return {
+        "tokens_per_step": ratio_of(found, TOKENS, STEPS),
+        "forecast_of_tokens_per_step": [forecast.gain, forecast.low, forecast.high],
+        "tokens_per_cpu_second": ratio_of(found, TOKENS, SECONDS),
+        "steps_per_cpu_second": ratio_of(found, STEPS, SECONDS),  # the estimates by steps rest on a gain of 0
+    }
+
+
+def per(found: Sequence[dict[str, Any]], name: str, what: int, unit: int) -> float:
+    """Tokens or steps of a head, per step or CPU second, over all questions."""
     counts = np.array([row["speeds"][name] for row in found])
-    return float(counts[:, 0].sum() / counts[:, 1].sum())
+    return float(counts[:, what].sum() / counts[:, unit].sum())
 
 
-def ratio_of(found: Sequence[dict[str, Any]], old: str, new: str) -> list[float]:
-    """new / old - 1 of tokens per CPU second, with the ends of its 95 % interval: questions drawn with replacement."""
+def ratio_of(found: Sequence[dict[str, Any]], what: int, unit: int) -> list[float]:
+    """Gain of a rate, with its interval."""
     generator, drawn = np.random.default_rng(0), []
     for _ in range(2000):
         chosen = [found[i] for i in generator.integers(0, len(found), len(found))]
-        drawn.append(speed_of(chosen, new) / speed_of(chosen, old) - 1)
+        drawn.append(per(chosen, "new", what, unit) / per(chosen, "old", what, unit) - 1)
     low, high = np.percentile(drawn, (2.5, 97.5))
-    return [speed_of(found, new) / speed_of(found, old) - 1, float(low), float(high)]
+    return [per(found, "new", what, unit) / per(found, "old", what, unit) - 1, float(low), float(high)]
 
 
 STAGES = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from aquiline.bench.tasks import spread
-from aquiline.check.forced import Forced, capture, forced_chains
+from aquiline.check.forced import Forced, Ints, capture, forced_chains
 from aquiline.check.forecast import expected_tokens, resampled
 from aquiline.check.intervals import alphas
 from aquiline.check.readings import Reading, as_stored, features_of
@@ -32,6 +32,10 @@ FEWEST = 12
 
 MOST = 60
 """Conversations of the original sets that are measured."""
+
+
+Chains = tuple[Sequence[Ints], Sequence[Ints]]
+"""Per text, the accepted and the judged drafts of each chain."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +133,25 @@ def compare(
                 found += forced_chains(reading, [answer], target, depth)
     if not chains[0]:
         return None
-    counts = [([c.accepted for c in found], [c.offered for c in found]) for found in chains]
-    rates = [tuple(rate.value for rate in alphas(*each)) for each in counts]
-    old, new = (expected_tokens(each, depth) for each in rates)
-    # The draws of both heads begin with one seed: they are of the same conversations.
-    pairs = zip(*(resampled(*each) for each in counts), strict=True)
+    old, new = (([c.accepted for c in found], [c.offered for c in found]) for found in chains)
+    return gain(old, new, depth)
+
+
+def gain(old: Chains, new: Chains, depth: int) -> Gain:
+    """Forecasts two heads of the same sizes from their chains on the same texts.
+
+    Args:
+        old: of the served head: per text, accepted and judged drafts of each chain.
+        new: of the candidate.
+        depth: length of the chains that the engine drafts.
+    """
+    rates = [tuple(rate.value for rate in alphas(*each)) for each in (old, new)]
+    before, after = (expected_tokens(each, depth) for each in rates)
+    # The draws of both heads begin with one seed: they are of the same texts.
+    pairs = zip(resampled(*old), resampled(*new), strict=True)
     gains = [expected_tokens(theirs, depth) / expected_tokens(mine, depth) - 1 for mine, theirs in pairs]
     low, high = (float(end) for end in np.percentile(gains, (2.5, 97.5)))
-    return Gain(old, new, new / old - 1, low, high, rates[0], rates[1], len(chains[0]))
+    return Gain(before, after, after / before - 1, low, high, rates[0], rates[1], len(old[0]))
 
 
 def _texts(sets: Sequence[TrainingSet]) -> Iterator[tuple[list[int], int]]:
