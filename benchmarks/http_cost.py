@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file for the result, as JSON")
     options = parser.parse_args()
     loaded, result = aquiline.load("smollm2"), machine()
+    result["installed"] = [name for name in ("httptools", "uvloop") if find_spec(name)]
     kinds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
         ("auto", loaded, {}),
         ("plain", loaded.plain(), {"speculation": {"draft": "none"}}),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +64,23 @@ def test_growing_keeps_the_content_and_leaves_no_garbage() -> None:
             assert not block[..., before.capacity :, :].any()
     with pytest.raises(ValueError, match=f"{CONTEXT + SCRATCH + 1} positions do not fit: .* is {CONTEXT}, .*; shorten"):
         cache.reserve(CONTEXT + SCRATCH + 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_rows_that_nobody_uses_take_no_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    sizes: dict[str, Any] = {"layers": 4, "rows": 16, "kv_heads": 4, "key_dim": 64, "dtype": torch.bfloat16}
+    cache = new_cache(capacity=1024, max_capacity=8192, **sizes)
+    for block in cache.blocks:
+        block[:, 3, :, :1000] = 1.0
+    cache.lengths[3] = 1000
+    cache.reserve(4096)
+    assert all(block[:, 3, :, :1000].all() and block[:, 3].sum() == 4 * 4 * 1000 * 64 for block in cache.blocks)
+    whole = sum(block.nbytes for block in cache.blocks)
+    assert whole > 250e6 and resident() - before < 0.1 * whole
 
 
 def test_a_copied_beginning_is_the_sources_and_nothing_else_moves() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,11 +93,21 @@ class KVCache:
         # Grow by an eighth: growing bucket by bucket would copy the cache again and again.
         wanted = max(positions, self.capacity + self.capacity // 8)
         size = min(-(-wanted // _BUCKET) * _BUCKET, max(self.max_capacity + SCRATCH, positions))
-        self.key_block = _grown(self.key_block, size)
-        self.value_block = _grown(self.value_block, size)
+        self.key_block = self._grown(self.key_block, size)
+        self.value_block = self._grown(self.value_block, size)
         self.__post_init__()
         for part in self.parts:
             part.reserve(positions)
+
+    def _grown(self, block: Tensor, capacity: int) -> Tensor:
+        layers, rows, heads, used, dim = block.shape
+        larger = _zeros((layers, rows, heads, capacity, dim), block.dtype, block.device)
+        for row, length in enumerate(self.lengths.tolist()):
+            kept = min(used, length + SCRATCH)  # a drafter's levels lie behind what is committed
+            part = block[:, row, :, :kept]
+            if length or block.device.type != "cpu" or part.any():  # zeros are there, and take no memory
+                larger[:, row, :, :kept] = part
+        return larger
 
 
 def check_fits(what: str, nodes: int, remedy: str) -> None:
@@ -116,12 +128,19 @@ def check_fits(what: str, nodes: int, remedy: str) -> None:
         )
 
 
-def _grown(block: Tensor, capacity: int) -> Tensor:
-    layers, rows, heads, used, dim = block.shape
-    # Zeros rather than empty: masked slots are still multiplied by a weight of 0, and 0 · NaN is NaN.
-    larger = block.new_zeros(layers, rows, heads, capacity, dim)
-    larger[:, :, :, :used] = block
-    return larger
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Returns zeros that take memory of the CPU only where they are written: rows that nobody uses take none.
+
+    Zeros rather than empty: masked slots are still multiplied by a weight of 0, and 0 · NaN is NaN.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes of keys and values: {error}") from error
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def new_cache(
@@ -140,8 +159,8 @@ def new_cache(
     size = min(-(-max(capacity, 1) // _BUCKET) * _BUCKET, max_capacity + SCRATCH)
     shape = (layers, rows, kv_heads, size)
     return KVCache(
-        key_block=torch.zeros(*shape, key_dim, dtype=dtype, device=device),
-        value_block=torch.zeros(*shape, value_dim or key_dim, dtype=dtype, device=device),
+        key_block=_zeros((*shape, key_dim), dtype, device),
+        value_block=_zeros((*shape, value_dim or key_dim), dtype, device),
         lengths=torch.zeros(rows, dtype=torch.int64),
         max_capacity=max_capacity,
     )

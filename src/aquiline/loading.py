@@ -184,7 +184,7 @@ def load(
     exact: bool = False,
     adaptive: bool | None = None,
     lossy: LossyRule | None = None,
-    max_rows: int = 8,
+    max_rows: int = 16,
     shared_lookup: bool = False,
 ) -> Loaded:
     """Loads a target and its drafter.

@@ -110,8 +110,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_machine_options(group)
     group.add_argument(
-        "--rows", "--max-rows", dest="rows", type=int, default=8, metavar="N",
-        help="requests that decode together (≥ 1; default: 8)",
+        "--rows", "--max-rows", dest="rows", type=int, default=16, metavar="N",
+        help="requests that decode together (≥ 1; default: 16)",
     )  # fmt: skip
     group.add_argument(
         "--shared-lookup",
@@ -131,7 +131,7 @@ MODEL_OPTIONS: dict[str, Any] = {
     "dtype": None,
     "device": "cpu",
     "threads": None,
-    "rows": 8,
+    "rows": 16,
     "lossy": None,
 }
 """Options of `add_model_options` that only our own engine has → default."""

@@ -42,7 +42,7 @@ class Engine:
     tokenizer: Any | None
     end_ids: tuple[int, ...]
     lossy: LossyRule | None = None
-    max_rows: int = 8
+    max_rows: int = 16
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     process: int = field(default_factory=os.getpid, repr=False)
     watch: Watch = field(default_factory=Watch, repr=False)
