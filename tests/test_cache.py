@@ -80,7 +80,7 @@ def test_rows_that_nobody_uses_take_no_memory() -> None:
     cache.reserve(4096)
     assert all(block[:, 3, :, :1000].all() and block[:, 3].sum() == 4 * 4 * 1000 * 64 for block in cache.blocks)
     whole = sum(block.nbytes for block in cache.blocks)
-    assert whole > 250e6 and resident() - before < 0.1 * whole
+    assert whole > 250e6 and resident() - before < 0.25 * whole
 
 
 def test_a_copied_beginning_is_the_sources_and_nothing_else_moves() -> None:
