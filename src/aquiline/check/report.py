@@ -10,7 +10,7 @@ from typing import Any
 from aquiline.bench.page import document
 from aquiline.bench.plots import COLOURS, Axes, Point, Series, line_chart
 from aquiline.check.card import Promise
-from aquiline.check.diagnosis import Diagnosis
+from aquiline.check.diagnosis import DEPTHS, Diagnosis
 from aquiline.check.forecast import Forecast, best_length
 from aquiline.check.intervals import Rate
 
@@ -113,7 +113,9 @@ def check_text(report: CheckReport) -> str:
     if report.forecasts:
         parts.append(f"Forecast for chains on this machine\n{_forecast(report)}")
     if report.diagnosis is not None and report.diagnosis.compared:
-        parts.append(f"Other readings of the head, drafts accepted per chain of 3\n{_readings(report.diagnosis)}")
+        parts.append(
+            f"Other readings of the head, drafts accepted per chain of {DEPTHS}\n{_readings(report.diagnosis)}"
+        )
     words = [f"{'FAIL' if finding.failed else 'note'}: {finding.text}" for finding in report.findings]
     if report.head is not None:
         words.append("check failed" if not report.passed else "check passed")
