@@ -125,7 +125,10 @@ class Knowing:
         return None
 
     def extend(self, committed: Committed, state: Any) -> None:
-        assert committed.features is not None and committed.features.shape[:2] == (1, max(committed.counts))
+        assert committed.features is not None and committed.features.shape[:2] == (
+            len(committed.counts),
+            max(committed.counts),
+        )
 
     def copy(self, source: int, slot: int, length: int, state: Any) -> None:
         return None
