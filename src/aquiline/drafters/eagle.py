@@ -293,7 +293,8 @@ class EagleDrafter:
         """EAGLE-1: fills a fixed tree with the tokens of given ranks, or drawn in that order."""
         parents, device = parents_of(paths), self.target.device
         at = trees.select(device, rows.slots)
-        root = torch.tensor(rows.roots, device=device)
+        # No level reads the roots, so they need no copy to the device.
+        root = torch.zeros(len(rows.roots), dtype=torch.int64, device=device)
         logits, feedback = state.logits[at][:, None], state.hidden[at][:, None]
         level: Level | None = None
         above: list[int] = []  # the level's nodes
@@ -314,7 +315,9 @@ class EagleDrafter:
                 return draws(logits, count, nodes, tokens, parents)
             return self._candidates(self._coupling(logits, rows, depth), count)
 
-        return fill_tree(root, paths, candidates)
+        tree = fill_tree(root, paths, candidates)
+        tree.tokens[:, 0] = torch.tensor(rows.roots)
+        return tree
 
     def _feed(self, level: Level, depth: int, slots: Sequence[int], state: EagleState) -> Tensor:
         """Runs one level of the tree, (B, W) nodes at `depth`, through the network: (B, W, H)."""

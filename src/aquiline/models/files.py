@@ -247,7 +247,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
     An error leaves the previous file untouched and no scratch file; the next process removes the remains of
     a killed one.
+
+    Raises:
+        ValueError: if `path` is a device or a pipe, which would be replaced.
     """
+    if not path.is_dir():  # which has an error of its own
+        check_output(path)
     scratch = _scratch(path)
     try:
         with naming(path):
