@@ -94,7 +94,8 @@ def ancestors_of(parents: list[int]) -> tuple[Tensor, Tensor]:
 
 def assert_close(actual: TargetOutput, expected: TargetOutput, tolerance: float = TOLERANCE) -> None:
     assert actual.logits.dtype == torch.float32
-    assert_best(actual)
+    if actual.best is not None:  # the kernels' alone
+        assert_best(actual)
     for ours, theirs in ((actual.logits, expected.logits), (actual.features, expected.features)):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None and theirs.numel():
