@@ -155,21 +155,29 @@ void register_rows(const Matrix& m, const Rows& x, int n, int v, const char* aft
   }
 }
 
-template <class Dots>
-void register_block(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
-                    size_t out_stride) {
+// Calls run<V>(v, out) for the tiles of `count` vectors from v on.
+template <class Run>
+INLINE void by_tiles(int v, int count, bool four, float* out, Run&& run) {
   while (count > 0) {
-    const int taken = tile_vectors(v, count, n <= tile_rows(4));
+    const int taken = tile_vectors(v, count, four);
     if (taken == 4)
-      register_rows<Dots, 4>(m, x, n, v, m.at(v + 4), out, out_stride);
+      run.template operator()<4>(v, out);
     else if (taken == 2)
-      register_rows<Dots, 2>(m, x, n, v, m.at(v + 2), out, out_stride);
+      run.template operator()<2>(v, out);
     else
-      register_rows<Dots, 1>(m, x, n, v, m.at(v + 1), out, out_stride);
+      run.template operator()<1>(v, out);
     v += taken;
     count -= taken;
     out += taken * LANES;
   }
+}
+
+template <class Dots>
+void register_block(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
+                    size_t out_stride) {
+  by_tiles(v, count, n <= tile_rows(4), out, [&]<int V>(int at, float* to) {
+    register_rows<Dots, V>(m, x, n, at, m.at(at + V), to, out_stride);
+  });
 }
 
 #if CAN_SQUEEZE
@@ -181,7 +189,8 @@ __attribute__((noinline)) void squeezed_tile(const Matrix& m, const Rows& x, int
   Unsqueezed from[V];
   for (int i = 0; i < V; i++) from[i] = {m.squeezed, m.at(v + i), v + i};
   for (int k = 0; k < m.inputs / 2; k += UNIT_INPUTS / 2) {
-    const size_t later = beyond<V>((size_t)k * 48, m.vector_bytes());
+    const size_t later =
+        beyond<V>((size_t)k / (UNIT_INPUTS / 2) * UNIT_LINES * LINE, m.vector_bytes());
     for (Unsqueezed& f : from) f.fetch(later);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -232,18 +241,8 @@ void squeezed_rows(const Matrix& m, const Rows& x, int n, int v, float* out, siz
 template <class Dots>
 void squeezed_block(const Matrix& m, const Rows& x, int n, int v, int count, float* out,
                     size_t out_stride) {
-  while (count > 0) {
-    const int taken = tile_vectors(v, count, n <= squeezed_tile_rows(4));
-    if (taken == 4)
-      squeezed_rows<Dots, 4>(m, x, n, v, out, out_stride);
-    else if (taken == 2)
-      squeezed_rows<Dots, 2>(m, x, n, v, out, out_stride);
-    else
-      squeezed_rows<Dots, 1>(m, x, n, v, out, out_stride);
-    v += taken;
-    count -= taken;
-    out += taken * LANES;
-  }
+  by_tiles(v, count, n <= squeezed_tile_rows(4), out,
+           [&]<int V>(int at, float* to) { squeezed_rows<Dots, V>(m, x, n, at, to, out_stride); });
 }
 #endif
 
